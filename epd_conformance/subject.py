@@ -1,0 +1,166 @@
+"""The vendor interface: what is being certified, as an object that says how to configure one EC connector.
+
+A subject supplies data, never tests. It learns the topology, sizes, model, environment class, ports and directories of a
+stack; never which requirement, cell or fault runs. What it says about itself is not evidence: only the recorder, the
+server's answers and the harness's own reading of the store are.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+from epd_conformance.errors import UsageError
+from epd_conformance.features import Feature
+
+ENTRY_POINTS = "epd_conformance.subjects"
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """Who made the connector, for the report. `version` is a released version, never a branch."""
+
+    organization: str
+    project: str
+    version: str
+    url: str = ""
+    contact: str = ""
+
+
+@dataclass(frozen=True)
+class StackInfo:
+    """What a subject may know about the stack it is configured for.
+
+    `store`: an empty directory of this stack that all its servers can read and write. `ports`: free TCP ports by server
+    name, for connectors that need side channels of their own (one for each server).
+    """
+
+    topology: str
+    sizes: Mapping[str, int]
+    model: str
+    environment_class: str
+    store: Path
+    ports: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class LaunchOptions:
+    """Extra arguments and environment for one role's servers; arguments come last on vLLM's command line."""
+
+    arguments: Sequence[str] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+class Subject(ABC):
+    """One EC connector under test. Only `connector_config` is required; each optional method unlocks requirements."""
+
+    implementation: Implementation
+    features: frozenset[Feature] = frozenset()
+
+    @abstractmethod
+    def connector_config(self, role: str, stack: StackInfo) -> dict[str, Any]:
+        """The JSON of vLLM's `--ec-transfer-config` for a server.
+
+        `role` is the `ec_role` the server plays: `ec_producer`, `ec_consumer` or `ec_both`. The result must name
+        `ec_connector`, and `ec_connector_module_path` unless vLLM itself registers the connector; `ec_role` is filled in.
+        """
+
+    def launch(self, role: str, stack: StackInfo) -> LaunchOptions:
+        """Arguments and environment that the connector needs beyond its configuration; `role` as in `connector_config`."""
+        return LaunchOptions()
+
+
+class ReferenceSubject(Subject):
+    """The connector of this project: a file store whose objects are verified before they are promised."""
+
+    implementation = Implementation(
+        organization="epd-conformance", project="verified-store", version="0.1.0", url="", contact=""
+    )
+    features = frozenset(
+        {
+            Feature.KV_DISAGGREGATION,
+            Feature.EC_BOTH,
+            Feature.MULTI_PRODUCER,
+            Feature.MULTI_CONSUMER,
+            Feature.PERSISTENT_STORE,
+        }
+    )
+
+    def connector_config(self, role: str, stack: StackInfo) -> dict[str, Any]:
+        return {
+            "ec_connector": "VerifiedStoreConnector",
+            "ec_connector_module_path": "epd_conformance.connectors.verified_store",
+            "ec_connector_extra_config": {"root": str(stack.store)},
+        }
+
+
+class VllmExampleSubject(Subject):
+    """ECExampleConnector, the example that vLLM ships."""
+
+    implementation = Implementation(
+        organization="vLLM", project="ECExampleConnector", version="0.32.0", url="https://github.com/vllm-project/vllm"
+    )
+    features = frozenset(
+        {
+            Feature.KV_DISAGGREGATION,
+            Feature.EC_BOTH,
+            Feature.METADATA_ONLY,
+            Feature.MULTI_PRODUCER,
+            Feature.MULTI_CONSUMER,
+            Feature.PERSISTENT_STORE,
+        }
+    )
+
+    def connector_config(self, role: str, stack: StackInfo) -> dict[str, Any]:
+        return {
+            "ec_connector": "ECExampleConnector",
+            "ec_connector_extra_config": {"shared_storage_path": str(stack.store)},
+        }
+
+
+BUILT_IN: dict[str, type[Subject]] = {"reference": ReferenceSubject, "vllm-example": VllmExampleSubject}
+
+
+def load(name: str) -> Subject:
+    """The subject that `--subject` names: a built-in, an entry point, or `module:Class` (or `module:object`).
+
+    Raises UsageError, with one sentence, when there is none such or it does not follow the interface.
+    """
+    if name in BUILT_IN:
+        return BUILT_IN[name]()
+    found = {point.name: point for point in entry_points(group=ENTRY_POINTS)}
+    if name in found:
+        return _check(name, found[name].load())
+    module, separator, attribute = name.partition(":")
+    if not separator:
+        known = ", ".join(sorted({*BUILT_IN, *found}))
+        raise UsageError(f"no subject is called {name!r}: known are {known}; or give module:Class")
+    # As `python -m` does: a subject beside the caller needs no installation.
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        loaded = importlib.import_module(module)
+    except ImportError as error:
+        raise UsageError(f"the subject's module {module!r} does not import ({error}): install it or correct its name") from error
+    if not hasattr(loaded, attribute):
+        raise UsageError(f"the module {module!r} has no {attribute!r}: correct the name after the colon in --subject")
+    return _check(name, getattr(loaded, attribute))
+
+
+def _check(name: str, found: Any) -> Subject:
+    subject = found() if isinstance(found, type) else found
+    if not isinstance(subject, Subject):
+        raise UsageError(f"the subject {name!r} is no epd_conformance.Subject: derive its class from it")
+    if not isinstance(getattr(subject, "implementation", None), Implementation):
+        raise UsageError(f"the subject {name!r} has no `implementation`: set it to an epd_conformance.Implementation")
+    unknown = [feature for feature in subject.features if not isinstance(feature, Feature)]
+    if unknown:
+        raise UsageError(f"the subject {name!r} declares {unknown[0]!r}, which is no Feature: see epd-conformance list --features")
+    return subject

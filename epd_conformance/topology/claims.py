@@ -1,0 +1,166 @@
+"""Claims on what all runs of a host share: TCP ports, and memory that was promised but is not taken yet.
+
+Each claim is a file under a folder common to the user's runs, locked while its owner lives. A lock ends with its process, so
+a crash leaves no claim behind; the file itself is then taken over by whoever comes next.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import random
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO
+
+from epd_conformance.errors import UsageError
+from epd_conformance.topology.devices import SERVER_GIB, Inventory, never_fits, shortfall
+
+# Below the range from which Linux and vLLM's own get_open_port take ports (32768 and up), above the registered services.
+PORTS = range(20000, 32000)
+
+
+def folder() -> Path:
+    """Where the claims of this user's runs lie."""
+    path = Path(tempfile.gettempdir()) / f"epd-conformance-{os.getuid()}"
+    (path / "ports").mkdir(parents=True, exist_ok=True, mode=0o700)
+    (path / "memory").mkdir(parents=True, exist_ok=True, mode=0o700)
+    return path
+
+
+def _lock(path: Path) -> IO[str] | None:
+    """Open and lock a file; None when a living process holds it."""
+    handle = path.open("a+", encoding="utf-8")
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        handle.close()
+        return None
+    return handle
+
+
+def bindable(port: int, host: str = "127.0.0.1") -> bool:
+    """Whether nobody listens on the port now."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return False
+    return True
+
+
+class Ports:
+    """Ports claimed by this run; released by `close` or the end of the process."""
+
+    def __init__(self) -> None:
+        self._held: dict[int, IO[str]] = {}
+
+    def take(self) -> int:
+        """A free port that no other run will take. Raises UsageError when there is none."""
+        for port in random.sample(PORTS, len(PORTS)):
+            if self._claim(port):
+                return port
+        raise UsageError(f"no free port between {PORTS.start} and {PORTS.stop - 1}: stop what listens there")
+
+    def take_exactly(self, port: int) -> int:
+        """Claim a port that a person asked for. Raises UsageError when it is taken."""
+        if not self._claim(port):
+            raise UsageError(f"port {port} is taken by another program: stop it or choose another port")
+        return port
+
+    def _claim(self, port: int) -> bool:
+        if port in self._held:
+            return False
+        handle = _lock(folder() / "ports" / str(port))
+        if handle is None:
+            return False
+        if not bindable(port):
+            handle.close()
+            return False
+        self._held[port] = handle
+        return True
+
+    def close(self) -> None:
+        for handle in self._held.values():
+            handle.close()
+        self._held.clear()
+
+
+class Memory:
+    """This run's promise of memory. While servers boot, the promise is larger than what they hold; the difference is reserved."""
+
+    def __init__(self) -> None:
+        self._path = folder() / "memory" / f"{os.getpid()}-{random.getrandbits(32):08x}"
+        handle = _lock(self._path)
+        assert handle is not None, "the name is new"
+        self._handle = handle
+
+    def promise(self, outstanding_gib: float) -> None:
+        """Say how much this run will still take."""
+        self._handle.seek(0)
+        self._handle.truncate()
+        json.dump({"outstanding_gib": outstanding_gib}, self._handle)
+        self._handle.flush()
+
+    def others(self) -> float:
+        """What all other living runs will still take, in GiB; files of dead ones are removed."""
+        total = 0.0
+        for path in (folder() / "memory").iterdir():
+            if path == self._path:
+                continue
+            with contextlib.suppress(OSError):
+                handle = _lock(path)
+                if handle is not None:
+                    path.unlink(missing_ok=True)
+                    handle.close()
+                    continue
+                with contextlib.suppress(ValueError, KeyError, TypeError):
+                    total += float(json.loads(path.read_text(encoding="utf-8"))["outstanding_gib"])
+        return total
+
+    def admit(
+        self,
+        servers: int,
+        wait_s: float,
+        say: Callable[[str], None],
+        read: Callable[[], Inventory] = Inventory.read,
+    ) -> None:
+        """Wait until `servers` more CPU servers fit, then promise their memory.
+
+        Never lets the kernel decide: raises UsageError with the numbers at once when the machine is too small, or after
+        `wait_s` seconds when others keep the memory.
+        """
+        deadline = time.monotonic() + wait_s
+        told = False
+        while True:
+            with self._turn():
+                inventory = read()
+                if (impossible := never_fits(servers, inventory)) is not None:
+                    raise UsageError(impossible)
+                missing = shortfall(servers, inventory, self.others())
+                if missing is None:
+                    self.promise(servers * SERVER_GIB)
+                    return
+            if time.monotonic() >= deadline:
+                raise UsageError(f"too little memory: {missing}; waited {wait_s:.0f} s: stop something or use a smaller topology")
+            if not told:
+                say(f"waiting for memory: {missing}")
+                told = True
+            time.sleep(1.0)
+
+    @contextlib.contextmanager
+    def _turn(self) -> Iterator[None]:
+        """One run at a time reads the memory and promises, else two could both see the same free gigabytes."""
+        with (folder() / "memory-turn").open("a") as handle:
+            fcntl.flock(handle, fcntl.LOCK_EX)
+            yield
+
+    def close(self) -> None:
+        self._path.unlink(missing_ok=True)
+        self._handle.close()

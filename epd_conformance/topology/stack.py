@@ -1,0 +1,438 @@
+"""Stacks: running topologies. One `Site` owns the processes of a run; each `Stack` in it is servers, proxy, store and journal."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import requests
+
+from epd_conformance.connectors.journal import DIRECTORY, SERVER, Journal
+from epd_conformance.errors import StackError, UsageError
+from epd_conformance.runtime import repairs
+from epd_conformance.subject import StackInfo, Subject
+from epd_conformance.topology import causes
+from epd_conformance.topology.claims import Memory, Ports
+from epd_conformance.topology.devices import Inventory, Placement, assign
+from epd_conformance.topology.launcher import Boot, Launcher, Process
+from epd_conformance.topology.spec import Role, Shape, Topology, ec_role, kv_role, server_flags
+
+VLLM_SERVER = "vllm.entrypoints.openai.api_server"
+PROXY = "epd_conformance.proxy"
+SERVED_NAME = "epd-model"
+
+# From start to ready. On CPU a plain start takes half a minute alone and more beside others, and the first boot of an
+# architecture inspects it in a subprocess (79 s were seen for three servers at once). On GPU a large checkpoint is read.
+READY_S = {"cpu": 240.0, "cuda": 1200.0}
+# How long to wait for memory that other runs hold: as long as a short run of theirs takes.
+MEMORY_WAIT_S = 600.0
+
+
+@dataclass(frozen=True)
+class ModelUse:
+    """Which model the servers load and how: `path` is a folder or a hub id, `limits` the most items of each modality."""
+
+    name: str
+    path: str
+    dtype: str
+    limits: Mapping[str, int]
+    digest: str | None = None
+    local: bool = True
+
+
+@dataclass(frozen=True)
+class StackSpec:
+    """One stack to boot.
+
+    `subject` is None for a baseline. `recorder` False gives the connectors to vLLM as they are, without journals.
+    `stages` names another proxy stage class (`module:Class`), for the negative controls that plant a proxy defect.
+    """
+
+    name: str
+    topology: Topology
+    shape: Shape
+    subject: Subject | None = None
+    recorder: bool = True
+    stages: str | None = None
+
+
+@dataclass
+class Server:
+    """One running vLLM server."""
+
+    name: str
+    role: Role
+    port: int
+    process: Process
+    flags: tuple[str, ...]
+    placement: Placement
+    expects: tuple[str, ...] = ()
+    ready_after_s: float | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+
+@dataclass
+class Stack:
+    """A running topology. `base_url` is where a client sends its requests: the proxy, or the only server."""
+
+    spec: StackSpec
+    folder: Path
+    servers: list[Server] = field(default_factory=list)
+    proxy: Process | None = None
+    base_url: str = ""
+
+    @property
+    def journal(self) -> Journal:
+        return Journal(self.folder / "journal")
+
+    @property
+    def store(self) -> Path:
+        return self.folder / "store"
+
+    @property
+    def kv_store(self) -> Path:
+        return self.folder / "kv"
+
+    def of(self, *roles: Role) -> list[Server]:
+        """Servers that have one of these roles."""
+        return [server for server in self.servers if server.role in roles]
+
+    def dead(self) -> list[Process]:
+        """Processes of this stack that have ended."""
+        processes = [server.process for server in self.servers] + ([self.proxy] if self.proxy else [])
+        return [process for process in processes if not process.alive]
+
+
+class Site:
+    """All processes of one run. A context manager: when it is left, or its process dies, nothing of it is left."""
+
+    def __init__(
+        self,
+        folder: Path,
+        model: ModelUse,
+        *,
+        device: str = "cpu",
+        boot: Boot = Boot.FORK,
+        inventory: Inventory | None = None,
+        say: Callable[[str], None] = lambda _: None,
+        ready_s: float | None = None,
+        memory_wait_s: float = MEMORY_WAIT_S,
+        cache: Path | None = None,
+    ) -> None:
+        """`folder`: logs, journals and stores are kept under it. `say`: receives one line of progress at a time."""
+        if device == "cuda" and boot is Boot.FORK:
+            raise UsageError("servers on GPU cannot be forked from a parent that imported CUDA: use --boot plain")
+        self.folder = folder
+        self.model = model
+        self.device = device
+        self.inventory = inventory or Inventory.read()
+        self.say = say
+        self.ready_s = ready_s or READY_S[device]
+        self.memory_wait_s = memory_wait_s
+        self.environment = server_environment(device, model, cache)
+        self.launcher = Launcher(boot, folder / "logs", self.environment)
+        self.ports = Ports()
+        self.memory = Memory()
+        self.stacks: list[Stack] = []
+
+    def __enter__(self) -> Self:
+        self.launcher.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self.launcher.close()
+        self.ports.close()
+        self.memory.close()
+
+    @property
+    def environment_class(self) -> str:
+        """What a certificate from this site is valid for (design §6)."""
+        return "cuda" if self.device == "cuda" else "cpu-v1"
+
+    def patches(self) -> list[dict[str, str]]:
+        """Every deviation from an untouched vLLM that is in force in the servers of this site."""
+        from epd_conformance.topology.zygote import PATCH
+
+        patches = repairs.in_force() if self.device == "cpu" else []
+        return [*patches, PATCH] if self.launcher.boot is Boot.FORK else patches
+
+    # -- boot ----------------------------------------------------------------------------------------------------------
+
+    def boot(self, *specs: StackSpec) -> list[Stack]:
+        """Boot stacks side by side and wait until each is ready.
+
+        Raises UsageError where they do not fit the machine, StackError where a server does not come up: then everything
+        that these stacks had started is stopped.
+        """
+        names = [(f"{spec.name}.{name}", role) for spec in specs for name, role in spec.topology.servers()]
+        if self.device == "cpu":
+            self.memory.admit(len(names), self.memory_wait_s, self.say)
+        placements = assign(names, self.inventory, self.device)
+        began = time.monotonic()
+        stacks: list[Stack] = []
+        try:
+            for spec in specs:
+                stacks.append(self._start(spec, placements))
+            if self.launcher.boot is Boot.FORK:
+                self.say(f"starting {len(names)} servers from a warmed parent")
+            self._wait(stacks, began)
+        except BaseException:
+            for stack in stacks:
+                self.stop(stack)
+            raise
+        finally:
+            self.memory.promise(0.0)
+        self.stacks.extend(stacks)
+        self.say(f"{len(names)} servers ready after {time.monotonic() - began:.1f} s")
+        return stacks
+
+    def stop(self, stack: Stack) -> None:
+        """End a stack's processes; its logs, journals and stores stay."""
+        for process in [*([stack.proxy] if stack.proxy else []), *(server.process for server in stack.servers)]:
+            with contextlib.suppress(StackError):
+                self.launcher.stop(process)
+        if stack in self.stacks:
+            self.stacks.remove(stack)
+
+    def _start(self, spec: StackSpec, placements: Mapping[str, Placement]) -> Stack:
+        stack = Stack(spec, self.folder / "stacks" / spec.name)
+        for directory in ("journal", "store", "kv"):
+            (stack.folder / directory).mkdir(parents=True, exist_ok=True)
+        side_ports = {name: self.ports.take() for name, _ in spec.topology.servers()} if spec.subject else {}
+        info = StackInfo(
+            topology=spec.topology.kind,
+            sizes={str(role): count for role, count in spec.topology.counts},
+            model=self.model.path,
+            environment_class=self.environment_class,
+            store=stack.store,
+            ports=side_ports,
+        )
+        configured = _configure(spec, info)
+        for name, role in spec.topology.servers():
+            full = f"{spec.name}.{name}"
+            config, launch = configured.get(role, (None, None))
+            kv, kv_environment = self._kv(stack, role) if spec.topology.has_kv else (None, {})
+            expects = ()
+            if config is not None:
+                expects += ("scheduler", "worker")
+            if kv is not None:
+                expects += ("kv-scheduler", "kv-worker")
+            placement = placements[full]
+            flags = server_flags(
+                role,
+                model=self.model.path,
+                served_name=SERVED_NAME,
+                shape=spec.shape,
+                device=self.device,
+                dtype=self.model.dtype,
+                media_limits=self.model.limits,
+                ec_config=_recorded_ec(config) if config is not None and spec.recorder else config,
+                kv_config=_recorded_kv(kv) if kv is not None and spec.recorder else kv,
+                extra=(*placement.flags, *(launch.arguments if launch else ())),
+            )
+            port = self.ports.take()
+            environment = {
+                DIRECTORY: str(stack.folder / "journal"),
+                SERVER: name,
+                **placement.environment,
+                **kv_environment,
+                **(launch.environment if launch else {}),
+            }
+            process = self.launcher.start(
+                full, VLLM_SERVER, [*flags, "--host", "127.0.0.1", "--port", str(port)], environment
+            )
+            server = Server(
+                name, role, port, process, flags, placement, expects if spec.recorder else ()
+            )
+            stack.servers.append(server)
+        if spec.topology.kind == "aggregated":
+            stack.base_url = stack.servers[0].url
+        else:
+            self._start_proxy(stack)
+        return stack
+
+    def _start_proxy(self, stack: Stack) -> None:
+        port = self.ports.take()
+        arguments = ["--host", "127.0.0.1", "--port", str(port)]
+        for role, option in (
+            (Role.ENCODE, "--encode"),
+            (Role.PREFILL, "--prefill"),
+            (Role.DECODE, "--decode"),
+            (Role.PREFILL_DECODE, "--decode"),
+        ):
+            for server in stack.of(role):
+                arguments += [option, server.url]
+        if stack.spec.stages:
+            arguments += ["--stages", stack.spec.stages]
+        stack.proxy = self.launcher.start(f"{stack.spec.name}.proxy", PROXY, arguments)
+        stack.base_url = f"http://127.0.0.1:{port}"
+
+    def _kv(self, stack: Stack, role: Role) -> tuple[dict[str, Any] | None, dict[str, str]]:
+        """KV configuration and environment of a role: vLLM's file connector on CPU, NIXL on GPU."""
+        part = kv_role(role)
+        if part is None:
+            return None, {}
+        if self.device == "cpu":
+            return {
+                "kv_connector": "ExampleConnector",
+                "kv_role": part,
+                "kv_connector_extra_config": {"shared_storage_path": str(stack.kv_store)},
+            }, {}
+        return {"kv_connector": "NixlConnector", "kv_role": part}, {
+            "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
+            "VLLM_NIXL_SIDE_CHANNEL_PORT": str(self.ports.take()),
+        }
+
+    # -- readiness -----------------------------------------------------------------------------------------------------
+
+    def _wait(self, stacks: Sequence[Stack], began: float) -> None:
+        waiting = [(stack, server) for stack in stacks for server in stack.servers]
+        proxies = [stack for stack in stacks if stack.proxy is not None]
+        deadline = time.monotonic() + self.ready_s
+        told = began
+        while waiting or proxies:
+            for stack, server in list(waiting):
+                if not server.process.alive:
+                    raise StackError(server.process.obituary())
+                if _healthy(server.url) and _lists_model(server.url) and self._connected(stack, server):
+                    server.ready_after_s = time.monotonic() - began
+                    waiting.remove((stack, server))
+            for stack in list(proxies):
+                assert stack.proxy is not None
+                if not stack.proxy.alive:
+                    raise StackError(stack.proxy.obituary())
+                # Its health is that of all its servers, so it comes last by itself.
+                if _healthy(stack.base_url):
+                    proxies.remove(stack)
+            if not waiting and not proxies:
+                return
+            now = time.monotonic()
+            if now > deadline:
+                self._too_late([server for _, server in waiting], proxies)
+            if now - told > 15:
+                told = now
+                self.say(f"waiting for {', '.join(server.process.name for _, server in waiting) or 'the proxy'}")
+            time.sleep(0.1)
+
+    def _connected(self, stack: Stack, server: Server) -> bool:
+        """Whether each connector object that this server must have has written its first line."""
+        if not server.expects:
+            return True
+        seen = {
+            event["side"]
+            for event in stack.journal.read()
+            if event["server"] == server.name and event["ev"] == "init"
+        }
+        return seen.issuperset(server.expects)
+
+    def _too_late(self, servers: Sequence[Server], proxies: Sequence[Stack]) -> None:
+        names = [server.process.name for server in servers] + [f"{stack.spec.name}.proxy" for stack in proxies]
+        logs = [server.process.log for server in servers] or [stack.proxy.log for stack in proxies if stack.proxy]
+        raise StackError(
+            f"{', '.join(names)} not ready within {self.ready_s:.0f} s: {causes.likely_cause(logs[0], None)}\n"
+            f"--- last lines of {logs[0]}\n{causes.tail(logs[0])}"
+        )
+
+
+def _configure(spec: StackSpec, info: StackInfo) -> dict[Role, tuple[dict[str, Any], Any]]:
+    """Ask the subject once for each role; the same answer serves every server of the role."""
+    if spec.subject is None:
+        return {}
+    configured = {}
+    for role, _ in spec.topology.counts:
+        part = "ec_both" if role is Role.AGGREGATED else ec_role(role)
+        if part is None:
+            continue
+        config = dict(spec.subject.connector_config(part, info))
+        if not config.get("ec_connector"):
+            raise UsageError(
+                f"the subject's connector_config({part!r}, …) names no `ec_connector`: return the JSON of --ec-transfer-config"
+            )
+        config["ec_role"] = part
+        configured[role] = (config, spec.subject.launch(part, info))
+    return configured
+
+
+def _recorded_ec(config: Mapping[str, Any]) -> dict[str, Any]:
+    # The names are plain text here: the recording module itself is imported by servers only.
+    module = config.get("ec_connector_module_path")
+    return {
+        **config,
+        "ec_connector": f"Recording:{module or ''}:{config['ec_connector']}",
+        "ec_connector_module_path": "epd_conformance.connectors.recording",
+    }
+
+
+def _recorded_kv(config: Mapping[str, Any]) -> dict[str, Any]:
+    module = config.get("kv_connector_module_path")
+    return {
+        **config,
+        "kv_connector": f"RecordingKV:{module or ''}:{config['kv_connector']}",
+        "kv_connector_module_path": "epd_conformance.connectors.recording",
+    }
+
+
+def _healthy(url: str) -> bool:
+    try:
+        return requests.get(f"{url}/health", timeout=2).status_code == 200
+    except requests.RequestException:
+        return False
+
+
+def _lists_model(url: str) -> bool:
+    try:
+        listed = requests.get(f"{url}/v1/models", timeout=2).json()
+        return any(model.get("id") == SERVED_NAME for model in listed.get("data", ()))
+    except (requests.RequestException, ValueError, AttributeError):
+        return False
+
+
+def server_environment(device: str, model: ModelUse, cache: Path | None) -> dict[str, str]:
+    """The complete environment of every server: the caller's, and what makes servers quiet, equal and able to start."""
+    from epd_conformance.models.zoo import default_cache
+
+    environment = dict(os.environ)
+    # A caller's own setting of what shapes numbers or batches would make two machines incomparable.
+    for name in ("VLLM_USE_V2_MODEL_RUNNER", "VLLM_BATCH_INVARIANT", "OMP_NUM_THREADS", "VLLM_LOGGING_LEVEL"):
+        environment.pop(name, None)
+    folder = cache or default_cache()
+    environment |= {
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        # Where vLLM keeps what it learned of an architecture; HOME may be read-only.
+        "VLLM_CACHE_ROOT": str(folder / "vllm"),
+        "VLLM_CONFIG_ROOT": str(folder / "vllm-config"),
+        "PYTHONUNBUFFERED": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    home = Path(environment.get("HOME", "/nonexistent"))
+    if "HF_HOME" not in environment and not os.access(home, os.W_OK):
+        environment["HF_HOME"] = str(folder / "huggingface")
+    if model.local:
+        # Nothing needs the network then, and a name that looks like a hub id must not cause a look-up.
+        environment["HF_HUB_OFFLINE"] = "1"
+    if device == "cpu":
+        environment |= {
+            # Also spares vLLM's check that a share of all memory is free, which fails beside other servers.
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            # One thread makes forking safe, and the sum of floats independent of the number of cores.
+            "OMP_NUM_THREADS": "1",
+            # By default every server's worker would be bound to the same core.
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        }
+        environment.update(repairs.server_environment(environment))
+    return environment
