@@ -1,0 +1,100 @@
+"""Synthetic images: the same everywhere, different from one another, and the smallest difference."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import io
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from epd_conformance.errors import UsageError
+from epd_conformance.plans.media import ImageSpec, data_url, image_item, image_png, with_patch_changed
+
+
+def decoded(png: bytes) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
+    with Image.open(io.BytesIO(png)) as image:
+        assert image.format == "PNG"
+        return np.array(image)
+
+
+def test_a_png_is_the_same_in_every_process() -> None:
+    code = "import sys; from epd_conformance.plans.media import image_png; sys.stdout.buffer.write(image_png(7))"
+    for hash_seed in ("1", "99"):
+        environment = os.environ | {"PYTHONHASHSEED": hash_seed}
+        result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, check=True)
+        assert result.stdout == image_png(7)
+
+
+def test_pixels_bit_for_bit() -> None:
+    """Recorded plans name an image by its seed: it must never become another image."""
+    assert hashlib.sha256(ImageSpec(7).pixels().tobytes()).hexdigest() == (
+        "950cc86f8c9d03beb7ccd36e2c5ade38e83ab3a9d518ac2fe03a6ddbf2f0c55a"
+    )
+
+
+@pytest.mark.parametrize(("width", "height"), [(112, 84), (1, 1), (3, 5), (300, 29)])
+def test_size_and_pixels_survive_the_png(width: int, height: int) -> None:
+    pixels = decoded(image_png(3, width, height))
+    assert pixels.shape == (height, width, 3)
+    assert (pixels == ImageSpec(3, width, height).pixels()).all()
+
+
+def test_images_are_noise_and_unrelated() -> None:
+    images = [ImageSpec(seed).pixels() for seed in range(20)] + [ImageSpec(0, 112, 112).pixels()[:84]]
+    for index, image in enumerate(images):
+        assert 120 < image.mean() < 135 and image.std() > 70
+        for other in images[:index]:
+            assert (image == other).mean() < 0.01  # 1/256 by chance
+
+
+def test_one_patch_is_inverted_and_nothing_else() -> None:
+    before, after = decoded(image_png(5)), decoded(with_patch_changed(image_png(5), 1, 2))
+    expected = before.copy()
+    expected[28:56, 56:84] = 255 - expected[28:56, 56:84]
+    assert (after == expected).all()
+    assert (after != before).all(axis=2).sum() == 28 * 28
+    assert with_patch_changed(with_patch_changed(image_png(5))) == image_png(5)
+
+
+@pytest.mark.parametrize(("row", "column"), [(3, 0), (0, 4), (-1, 0), (0, -1)])
+def test_a_patch_outside_is_refused(row: int, column: int) -> None:
+    with pytest.raises(UsageError, match="3 rows of 4 patches"):
+        with_patch_changed(image_png(5), row, column)
+
+
+def test_item_is_an_openai_content_part() -> None:
+    item = image_item(1, 56, 56)
+    assert item == {"type": "image_url", "image_url": {"url": data_url(image_png(1, 56, 56))}}
+    header, _, payload = item["image_url"]["url"].partition(",")
+    assert header == "data:image/png;base64"
+    assert base64.b64decode(payload, validate=True) == image_png(1, 56, 56)
+
+
+def test_spec_round_trips_through_json() -> None:
+    spec = ImageSpec(seed=9, width=56, height=28)
+    assert ImageSpec.from_json(json.loads(json.dumps(spec.to_json()))) == spec
+    assert ImageSpec(9, 56, 28).png() == image_png(9, 56, 28)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"seed": 1, "width": 2},
+        {"seed": 1, "width": 2, "height": 3, "depth": 4},
+        {"seed": -1, "width": 2, "height": 3},
+        {"seed": 1, "width": 0, "height": 3},
+        {"seed": 1, "width": 2, "height": "3"},
+        {"seed": True, "width": 2, "height": 3},
+        [1, 2, 3],
+    ],
+)
+def test_bad_specs_are_refused(value: object) -> None:
+    with pytest.raises(UsageError, match="image"):
+        ImageSpec.from_json(value)  # type: ignore[arg-type]
