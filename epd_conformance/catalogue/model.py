@@ -1,0 +1,107 @@
+"""What one requirement says about itself, and the words that its fields are made of."""
+
+from __future__ import annotations
+
+import re
+from enum import StrEnum
+from typing import Annotated, Literal, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from epd_conformance.features import Feature
+from epd_conformance.verdict import Level, Owner
+
+Topology = Literal["aggregated", "e-pd", "p-d", "e-p-d"]
+TOPOLOGIES: tuple[str, ...] = get_args(Topology)
+
+# A kind, or a kind with sizes such as 2e-1pd.
+SIZED_TOPOLOGY_PATTERN = r"^(aggregated|e-pd|p-d|e-p-d|\d+e-\d+pd|\d+p-\d+d|\d+e-\d+p-\d+d)$"
+
+
+def topology_kind(topology: str) -> str:
+    """The kind of a topology that may carry sizes: `2e-1pd` is an `e-pd`."""
+    return re.sub(r"\d+", "", topology)
+
+
+class EnvironmentClass(StrEnum):
+    """What a certificate is valid for; two classes are never compared with each other."""
+
+    CPU_V1 = "cpu-v1"
+    CPU_V2_EMULATED = "cpu-v2-emulated"
+    CUDA = "cuda"
+
+
+class Status(StrEnum):
+    """`active` has a test and counts; `planned` has none yet, is printed, and counts as nothing."""
+
+    ACTIVE = "active"
+    PLANNED = "planned"
+
+
+class Layer(StrEnum):
+    """The cheapest layer that shows it: connector objects in process, vLLM's scheduler without a model, or
+    real servers."""
+
+    CONTRACT = "contract"
+    SCHEDULER = "scheduler"
+    LIVE = "live"
+
+
+class ConformanceLevel(StrEnum):
+    """`core`: the path works and equality holds. `full`: everything, core included."""
+
+    CORE = "core"
+    FULL = "full"
+
+
+ID_PATTERN = r"^EPD-[A-Z]+-\d{3}$"
+_LEVEL_WORD = re.compile(r"\b(MUST|SHOULD|MAY)\b")
+
+# What a table of 80 columns leaves for it beside ids, owners and two topologies.
+Title = Annotated[str, Field(min_length=1, max_length=30)]
+
+
+class Requirement(BaseModel):
+    """One numbered sentence of the catalogue.
+
+    `title` is a few words for tables, `sentence` the requirement itself (one sentence, with its level as a
+    word in it), `rationale` why it matters and what goes wrong without it, `source` where the rule comes from
+    (a vLLM file, a public issue or pull request), `since` the version of this suite that released the id:
+    from then on its meaning is fixed.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    id: Annotated[str, Field(pattern=ID_PATTERN)]
+    title: Title
+    level: Level
+    owner: Owner
+    status: Status
+    sentence: Annotated[str, Field(min_length=1)]
+    rationale: Annotated[str, Field(min_length=1)]
+    source: Annotated[str, Field(min_length=1)]
+    since: Annotated[str, Field(pattern=r"^\d+\.\d+$")]
+    topologies: Annotated[tuple[Topology, ...], Field(min_length=1)]
+    layer: Layer
+    conformance: ConformanceLevel
+    features: tuple[Feature, ...] = ()
+    environments: Annotated[tuple[EnvironmentClass, ...], Field(min_length=1)] = tuple(EnvironmentClass)
+
+    @property
+    def area(self) -> str:
+        """The middle part of the id, such as `XFER`."""
+        return self.id.split("-")[1]
+
+    @model_validator(mode="after")
+    def _check(self) -> Requirement:
+        words = set(_LEVEL_WORD.findall(self.sentence))
+        if words != {str(self.level)}:
+            found = " and ".join(sorted(words)) or "none of MUST, SHOULD, MAY"
+            raise ValueError(f"level is {self.level}, but the sentence says {found}")
+        if not self.sentence.endswith(".") or re.search(r"[.!?]\s", self.sentence):
+            raise ValueError("`sentence` is not one sentence that ends with a full stop")
+        for name in ("topologies", "features", "environments"):
+            values = getattr(self, name)
+            if len(set(values)) != len(values):
+                raise ValueError(f"`{name}` names something twice")
+        return self
