@@ -8,7 +8,6 @@ server's answers and the harness's own reading of the store are.
 from __future__ import annotations
 
 import importlib
-import os
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -105,7 +104,10 @@ class VllmExampleSubject(Subject):
     """ECExampleConnector, the example that vLLM ships."""
 
     implementation = Implementation(
-        organization="vLLM", project="ECExampleConnector", version="0.32.0", url="https://github.com/vllm-project/vllm"
+        organization="vLLM",
+        project="ECExampleConnector",
+        version="0.32.0",
+        url="https://github.com/vllm-project/vllm",
     )
     features = frozenset(
         {
@@ -143,12 +145,14 @@ def load(name: str) -> Subject:
         known = ", ".join(sorted({*BUILT_IN, *found}))
         raise UsageError(f"no subject is called {name!r}: known are {known}; or give module:Class")
     # As `python -m` does: a subject beside the caller needs no installation.
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
     try:
         loaded = importlib.import_module(module)
     except ImportError as error:
-        raise UsageError(f"the subject's module {module!r} does not import ({error}): install it or correct its name") from error
+        raise UsageError(
+            f"the subject's module {module!r} does not import ({error}): install it or correct its name"
+        ) from error
     if not hasattr(loaded, attribute):
         raise UsageError(f"the module {module!r} has no {attribute!r}: correct the name after the colon in --subject")
     return _check(name, getattr(loaded, attribute))
@@ -162,5 +166,7 @@ def _check(name: str, found: Any) -> Subject:
         raise UsageError(f"the subject {name!r} has no `implementation`: set it to an epd_conformance.Implementation")
     unknown = [feature for feature in subject.features if not isinstance(feature, Feature)]
     if unknown:
-        raise UsageError(f"the subject {name!r} declares {unknown[0]!r}, which is no Feature: see epd-conformance list --features")
+        raise UsageError(
+            f"the subject {name!r} declares {unknown[0]!r}, which is no Feature: see epd-conformance list --features"
+        )
     return subject

@@ -34,7 +34,14 @@ class JournalWriter:
 
     def write(self, event: str, **fields: Any) -> None:
         """Append one event. `fields` must be JSON values; a key that is no valid unicode is escaped by json itself."""
-        line = {"seq": self._next, "t": time.time(), "server": self.server, "side": self.side, "ev": event, **fields}
+        line = {
+            "seq": self._next,
+            "t": time.time(),
+            "server": self.server,
+            "side": self.side,
+            "ev": event,
+            **fields,
+        }
         self._next += 1
         os.write(self._fd, (json.dumps(line) + "\n").encode())
 

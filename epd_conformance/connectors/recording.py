@@ -317,7 +317,9 @@ def _registered_ec(connector: str) -> Any:
 
     if connector not in ECConnectorFactory._registry:
         known = ", ".join(sorted(ECConnectorFactory._registry))
-        raise AttributeError(f"vLLM has no EC connector {connector!r}; it has {known}; others need ec_connector_module_path")
+        raise AttributeError(
+            f"vLLM has no EC connector {connector!r}; it has {known}; others need ec_connector_module_path"
+        )
     return ECConnectorFactory._registry[connector]()
 
 

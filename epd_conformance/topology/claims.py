@@ -148,7 +148,9 @@ class Memory:
                     self.promise(servers * SERVER_GIB)
                     return
             if time.monotonic() >= deadline:
-                raise UsageError(f"too little memory: {missing}; waited {wait_s:.0f} s: stop something or use a smaller topology")
+                raise UsageError(
+                    f"too little memory: {missing}; waited {wait_s:.0f} s: stop something or use a smaller topology"
+                )
             if not told:
                 say(f"waiting for memory: {missing}")
                 told = True

@@ -64,20 +64,32 @@ class Inventory:
 
 
 def _cgroup_memory() -> tuple[float | None, float]:
-    """Limit and use of this process's cgroup (version 2) in bytes; limit None where there is none."""
+    """Limit and use of this process's cgroup in bytes, version 2 or 1; limit None where there is none.
+
+    Page cache counts as use but is given back under pressure, so it is taken off.
+    """
+    root = Path("/sys/fs/cgroup")
     try:
-        line = next(x for x in Path("/proc/self/cgroup").read_text().splitlines() if x.startswith("0::"))
-        folder = Path("/sys/fs/cgroup") / line[3:].lstrip("/")
-        limit = (folder / "memory.max").read_text().strip()
-        if limit == "max":
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+        unified = next((line[3:] for line in lines if line.startswith("0::")), None)
+        legacy = next((line.split(":", 2)[2] for line in lines if ":memory:" in line), None)
+        if legacy is not None:
+            folder, names = (
+                root / "memory" / legacy.lstrip("/"),
+                ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file "),
+            )
+        elif unified is not None:
+            folder, names = root / unified.lstrip("/"), ("memory.max", "memory.current", "inactive_file ")
+        else:
             return None, 0.0
-        # Page cache counts as use but is given back under pressure.
-        cache = next(
-            (int(x.split()[1]) for x in (folder / "memory.stat").read_text().splitlines() if x.startswith("inactive_file ")),
-            0,
-        )
-        return float(limit), float(int((folder / "memory.current").read_text()) - cache)
-    except (OSError, StopIteration, ValueError):
+        limit = (folder / names[0]).read_text().strip()
+        # Version 1 says "no limit" by a number of about 2**63.
+        if limit == "max" or int(limit) >= 1 << 60:
+            return None, 0.0
+        statistics = (folder / "memory.stat").read_text().splitlines()
+        cache = next((int(line.split()[1]) for line in statistics if line.startswith(names[2])), 0)
+        return float(limit), float(int((folder / names[1]).read_text()) - cache)
+    except (OSError, ValueError):
         return None, 0.0
 
 
@@ -97,7 +109,9 @@ def read_gpus() -> tuple[Gpu, ...]:
 
 def parse_gpus(text: str, visible: str | None = None) -> tuple[Gpu, ...]:
     """Read nvidia-smi's CSV (index, name, MiB); `visible` is a CUDA_VISIBLE_DEVICES value that narrows it."""
-    gpus = [Gpu(int(row[0]), row[1].strip(), float(row[2]) / 1024) for row in csv.reader(io.StringIO(text)) if len(row) == 3]
+    gpus = [
+        Gpu(int(row[0]), row[1].strip(), float(row[2]) / 1024) for row in csv.reader(io.StringIO(text)) if len(row) == 3
+    ]
     if visible is not None:
         wanted = {int(part) for part in visible.split(",") if part.strip().isdigit()}
         gpus = [gpu for gpu in gpus if gpu.index in wanted]
@@ -131,7 +145,9 @@ def assign(servers: Sequence[tuple[str, Role]], inventory: Inventory, device: st
     for gpu in inventory.gpus:
         names = owners[gpu.index]
         for name in names:
-            fraction = int(GPU_FRACTION / len(names) * 100) / 100  # rounded down: the shares must never exceed the whole
+            fraction = (
+                int(GPU_FRACTION / len(names) * 100) / 100
+            )  # rounded down: the shares must never exceed the whole
             placements[name] = Placement(
                 environment={"CUDA_VISIBLE_DEVICES": str(gpu.index)},
                 flags=("--gpu-memory-utilization", f"{fraction:.2f}"),

@@ -75,7 +75,10 @@ def shared_memory(pids: list[int]) -> set[str]:
     """Paths under /dev/shm that these processes have mapped or open."""
     paths: set[str] = set()
     for pid in pids:
-        with contextlib.suppress(OSError), open(f"/proc/{pid}/maps", encoding="utf-8", errors="replace") as handle:
+        with (
+            contextlib.suppress(OSError),
+            open(f"/proc/{pid}/maps", encoding="utf-8", errors="replace") as handle,
+        ):
             for line in handle:
                 at = line.find(SHM)
                 if at >= 0:
@@ -178,9 +181,9 @@ class Guard:
 
     # -- processes -----------------------------------------------------------------------------------------------------
 
-    def popen(self, request: dict[str, Any], pass_fds: tuple[int, ...]) -> int:
+    def popen(self, request: dict[str, Any], pass_fds: tuple[int, ...], lifeline: str) -> int:
         environment = dict(request["env"])
-        environment["EPD_LIFELINE"] = lifeline_token(self.lifeline_read)
+        environment[lifeline] = lifeline_token(self.lifeline_read)
         guard_pid = os.getpid()
 
         def prepare() -> None:
@@ -206,7 +209,7 @@ class Guard:
         return process.pid
 
     def spawn(self, request: dict[str, Any]) -> int:
-        return self.popen(request, ())
+        return self.popen(request, (), "EPD_LIFELINE")
 
     def warm(self, request: dict[str, Any]) -> int:
         if self.zygote is not None:
@@ -215,7 +218,8 @@ class Guard:
         request = dict(request)
         request["env"] = {**request["env"], "EPD_ZYGOTE_FD": str(theirs.fileno())}
         try:
-            self.zygote_pid = self.popen(request, (theirs.fileno(),))
+            # Under another name: the warmed parent must have no second thread when it forks, so it only passes it on.
+            self.zygote_pid = self.popen(request, (theirs.fileno(),), "EPD_ZYGOTE_LIFELINE")
         finally:
             theirs.close()
         self.zygote = ours

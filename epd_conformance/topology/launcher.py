@@ -60,6 +60,12 @@ class Process:
         )
 
 
+@dataclass(frozen=True)
+class _Warmed:
+    seconds: float = 0.0
+    error: str = ""
+
+
 class Launcher:
     """Context manager over the guard. Leaving it, or dying in any way, ends everything that was started through it."""
 
@@ -167,7 +173,9 @@ class Launcher:
                 self._socket.sendall((json.dumps({"op": operation, "id": number, **fields}) + "\n").encode())
         except OSError:
             raise StackError("the guard process is gone, and all servers with it: start the run again") from None
-        answer = self._wait(lambda: self._answers.pop(number, None), ANSWER_S, f"the guard did not answer to {operation!r}")
+        answer = self._wait(
+            lambda: self._answers.pop(number, None), ANSWER_S, f"the guard did not answer to {operation!r}"
+        )
         if "error" in answer:
             raise StackError(f"the guard could not {operation}: {answer['error']}")
         return answer
@@ -213,15 +221,19 @@ class Launcher:
             if zygote is None or not zygote.alive:
                 zygote = self.warm()
 
-        def look() -> dict[str, Any] | str | None:
-            return self._ready if self._ready is not None else (None if zygote.alive else zygote.obituary())
+        def look() -> _Warmed | None:
+            if self._ready is not None:
+                return _Warmed(seconds=float(self._ready["seconds"]))
+            return None if zygote.alive else _Warmed(error=zygote.obituary())
 
         found = self._wait(look, WARM_S, "the warmed parent was not ready")
-        if isinstance(found, str):
-            raise StackError(found)
-        return float(found["seconds"])
+        if found.error:
+            raise StackError(found.error)
+        return found.seconds
 
-    def start(self, name: str, module: str, arguments: list[str], environment: Mapping[str, str] | None = None) -> Process:
+    def start(
+        self, name: str, module: str, arguments: list[str], environment: Mapping[str, str] | None = None
+    ) -> Process:
         """Start `python -m module arguments`, forked or plain. `environment` is laid over the launcher's."""
         log = self.logs / f"{name}.log"
         merged = {**self._environment, **(environment or {})}

@@ -89,6 +89,7 @@ class Stack:
     servers: list[Server] = field(default_factory=list)
     proxy: Process | None = None
     base_url: str = ""
+    helpers: list[Process] = field(default_factory=list)
 
     @property
     def journal(self) -> Journal:
@@ -202,7 +203,10 @@ class Site:
 
     def stop(self, stack: Stack) -> None:
         """End a stack's processes; its logs, journals and stores stay."""
-        for process in [*([stack.proxy] if stack.proxy else []), *(server.process for server in stack.servers)]:
+        for process in [
+            *([stack.proxy] if stack.proxy else []),
+            *(server.process for server in stack.servers),
+        ]:
             with contextlib.suppress(StackError):
                 self.launcher.stop(process)
         if stack in self.stacks:
@@ -226,7 +230,7 @@ class Site:
             full = f"{spec.name}.{name}"
             config, launch = configured.get(role, (None, None))
             kv, kv_environment = self._kv(stack, role) if spec.topology.has_kv else (None, {})
-            expects = ()
+            expects: tuple[str, ...] = ()
             if config is not None:
                 expects += ("scheduler", "worker")
             if kv is not None:
@@ -255,9 +259,7 @@ class Site:
             process = self.launcher.start(
                 full, VLLM_SERVER, [*flags, "--host", "127.0.0.1", "--port", str(port)], environment
             )
-            server = Server(
-                name, role, port, process, flags, placement, expects if spec.recorder else ()
-            )
+            server = Server(name, role, port, process, flags, placement, expects if spec.recorder else ())
             stack.servers.append(server)
         if spec.topology.kind == "aggregated":
             stack.base_url = stack.servers[0].url
@@ -280,6 +282,25 @@ class Site:
             arguments += ["--stages", stack.spec.stages]
         stack.proxy = self.launcher.start(f"{stack.spec.name}.proxy", PROXY, arguments)
         stack.base_url = f"http://127.0.0.1:{port}"
+
+    def start_bypass(self, stack: Stack) -> str:
+        """Start a second proxy that knows no encode server, for requests that shall not be primed; returns its address."""
+        port = self.ports.take()
+        arguments = ["--host", "127.0.0.1", "--port", str(port)]
+        for role, option in ((Role.PREFILL, "--prefill"), (Role.DECODE, "--decode")):
+            for server in stack.of(role):
+                arguments += [option, server.url]
+        process = self.launcher.start(f"{stack.spec.name}.bypass", PROXY, arguments)
+        stack.helpers.append(process)
+        url = f"http://127.0.0.1:{port}"
+        deadline = time.monotonic() + self.ready_s
+        while not _healthy(url):
+            if not process.alive:
+                raise StackError(process.obituary())
+            if time.monotonic() > deadline:
+                raise StackError(f"{process.name} not ready within {self.ready_s:.0f} s\n{causes.tail(process.log)}")
+            time.sleep(0.05)
+        return url
 
     def _kv(self, stack: Stack, role: Role) -> tuple[dict[str, Any] | None, dict[str, str]]:
         """KV configuration and environment of a role: vLLM's file connector on CPU, NIXL on GPU."""
@@ -333,9 +354,7 @@ class Site:
         if not server.expects:
             return True
         seen = {
-            event["side"]
-            for event in stack.journal.read()
-            if event["server"] == server.name and event["ev"] == "init"
+            event["side"] for event in stack.journal.read() if event["server"] == server.name and event["ev"] == "init"
         }
         return seen.issuperset(server.expects)
 

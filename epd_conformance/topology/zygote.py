@@ -26,6 +26,7 @@ import socket
 import sys
 import time
 import traceback
+from pathlib import Path
 from typing import Any, NoReturn
 
 from epd_conformance.runtime.site import _epd_lifeline as lifeline
@@ -127,7 +128,7 @@ def become_server(request: dict[str, Any]) -> NoReturn:
     os.close(null)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    token = os.environ.get("EPD_LIFELINE", "")
+    token = os.environ.get("EPD_ZYGOTE_LIFELINE", "")
     os.environ.clear()
     os.environ.update(request["env"])
     os.environ["EPD_LIFELINE"] = token
@@ -181,7 +182,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     began = time.monotonic()
     warm()
-    tasks = len(os.listdir("/proc/self/task"))
+    tasks = len(list(Path("/proc/self/task").iterdir()))
     ready = {"event": "zygote-ready", "seconds": round(time.monotonic() - began, 2), "threads": tasks}
     channel.sendall((json.dumps(ready) + "\n").encode())
     inbox = b""

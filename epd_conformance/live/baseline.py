@@ -1,0 +1,107 @@
+"""The matched baselines: each prompt is asked of them several times before the subject's arm runs.
+
+For `e-pd` the aggregated server; for `e-p-d` the aggregated server and a `p-d` pair without encode server, which must itself
+prove that decode took the KV, or it is no `p-d` baseline.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from epd_conformance.live import client
+from epd_conformance.oracle import noise, transport
+from epd_conformance.oracle.answers import Answer
+from epd_conformance.oracle.noise import NoiseFloor
+from epd_conformance.oracle.transport import Roles
+from epd_conformance.plans.plan import Draw, Request, lengthen
+from epd_conformance.topology.spec import Role
+from epd_conformance.topology.stack import Stack
+
+# Three runs show a difference that appears in every second one with 75 % in one prompt, and practically always over dozens.
+REPETITIONS = 3
+# A machine is judged on at least this many prompts, also when somebody runs a single cell.
+FLOOR_PROMPTS = 8
+# More than this many steps would mean that the length does not react to the text at all.
+LENGTHENINGS = 4
+# The baseline is asked without streaming also where the cell streams: that the two agree is what such a cell shows.
+NOT_STREAMED = {"stream": False}
+
+
+@dataclass
+class Baselines:
+    """Answers by arm, then by request digest, one for each repetition."""
+
+    arms: dict[str, dict[str, list[Answer]]] = field(default_factory=dict)
+    unproven: dict[str, str] = field(default_factory=dict)
+
+    def first(self, digest: str) -> dict[str, Answer]:
+        """The first answer of every arm to a request."""
+        return {arm: answers[digest][0] for arm, answers in self.arms.items() if digest in answers}
+
+    def floor(self, offered: Sequence[str]) -> NoiseFloor:
+        """Admit or reject each of the offered requests."""
+        arms: list[Mapping[str, Sequence[Answer]]] = [
+            {digest: answers[digest] for digest in offered} for answers in self.arms.values()
+        ]
+        return noise.measure(arms, {d: why for d, why in self.unproven.items() if d in set(offered)})
+
+
+def floor_requests(seed: int, topology: str) -> list[Request]:
+    """The fixed prompts that every noise floor is measured on, whatever cells are chosen."""
+    draw = Draw(seed, f"noise-floor/{topology}")
+    return [draw.request(f"floor-{number}", draw.image()) for number in range(FLOOR_PROMPTS)]
+
+
+def settle(request: Request, ask: Callable[[Request], Answer], block: int) -> Request:
+    """The request, lengthened until the file KV connector can serve its prompt length.
+
+    The length depends on the tokenizer, so it is asked for. Raises RuntimeError when lengthening changes nothing.
+    """
+    for _ in range(LENGTHENINGS):
+        answer = ask(request)
+        if answer.status != 200 or transport.kv_servable(len(answer.prompt_ids), block):
+            return request
+        request = lengthen(request)
+    raise RuntimeError(f"request {request.label!r}: its prompt length does not change with its text")
+
+
+def ask_aggregated(
+    baselines: Baselines, stack: Stack, requests: Sequence[Request], tick: Callable[[], None] = lambda: None
+) -> None:
+    """Ask the aggregated server each request several times, each time with a salt of its own."""
+    answers = baselines.arms.setdefault("aggregated", {})
+    for _ in range(REPETITIONS):
+        for request in requests:
+            rid = uuid.uuid4().hex
+            answer = client.send(stack.base_url, request, rid, salt=f"aa-{rid}", overrides=NOT_STREAMED)
+            answers.setdefault(request.digest(), []).append(answer)
+            tick()
+
+
+def ask_pd(
+    baselines: Baselines,
+    stack: Stack,
+    requests: Sequence[Request],
+    repetitions: int,
+    tick: Callable[[], None] = lambda: None,
+) -> None:
+    """Ask the p-d pair, and hold every answer to proof of KV.
+
+    The file KV connector keys on tokens and items, not on the salt, so a repetition finds the KV of the first: prefill then
+    computes nothing new for it, and decode takes it as before.
+    """
+    answers = baselines.arms.setdefault("p-d", {})
+    roles = Roles(decode=frozenset(server.name for server in stack.of(Role.DECODE)))
+    before = stack.journal.read()
+    for _ in range(repetitions):
+        for request in requests:
+            mark = stack.journal.mark()
+            rid = uuid.uuid4().hex
+            answer = client.send(stack.base_url, request, rid, salt=f"aa-{rid}", overrides=NOT_STREAMED)
+            answers.setdefault(request.digest(), []).append(answer)
+            proof = transport.kv_transfer(before, stack.journal.read(mark), rid, roles)
+            if proof.problem is not None:
+                baselines.unproven.setdefault(request.digest(), f"the p-d baseline: {proof.problem}")
+            tick()

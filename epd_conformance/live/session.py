@@ -1,0 +1,353 @@
+"""A live session: boots what the cells of one topology need, asks the baselines first, then runs the cells one by one.
+
+One stage at a time: the stacks of a topology are stopped before those of the next are booted, so that the memory of three or
+four servers is enough.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import requests as http
+
+from epd_conformance.errors import StackError
+from epd_conformance.live import baseline, client
+from epd_conformance.live.baseline import Baselines
+from epd_conformance.live.case import Case, plan_of
+from epd_conformance.oracle.answers import Answer
+from epd_conformance.oracle.judges import CellEvidence
+from epd_conformance.oracle.noise import NoiseFloor
+from epd_conformance.oracle.transport import Roles
+from epd_conformance.plans.plan import Plan, Request
+from epd_conformance.subject import Subject
+from epd_conformance.topology.spec import Role, Shape, Topology
+from epd_conformance.topology.stack import SERVED_NAME, Server, Site, Stack, StackSpec
+from epd_conformance.verdict import Owner
+
+
+@dataclass(frozen=True)
+class PlannedCell:
+    """A cell that will run: its id, topology (as the profile names it), requirement's owner, and case."""
+
+    id: str
+    topology: str
+    owner: Owner
+    case: Case
+
+
+@dataclass
+class Stage:
+    """One topology while its cells run."""
+
+    topology: Topology
+    stack: Stack
+    baselines: Baselines
+    plans: dict[str, Plan]
+    floor: NoiseFloor
+    aggregated: Stack | None
+    bypass: str
+    """Where a request goes that shall not be primed: the consumer itself, or a proxy without encode servers."""
+    boot_s: float = 0.0
+    extra: list[Stack] = field(default_factory=list)
+
+
+class LiveSession:
+    """Everything that the live cells of a run share. Close it, or let its process die: nothing is left either way."""
+
+    def __init__(
+        self,
+        site: Site,
+        subject: Subject,
+        folder: Path,
+        *,
+        seed: int,
+        cells: Sequence[PlannedCell],
+        say: Callable[[str], None] = lambda _: None,
+        on_floor: Callable[[str, NoiseFloor, Sequence[str], Mapping[str, str]], None] = lambda *_: None,
+        recorder: bool = True,
+        stages: str | None = None,
+    ) -> None:
+        """`cells`: all cells of the run, so that each topology's admitted set is fixed before its first cell.
+
+        `on_floor(topology, floor, offered digests, names by digest)` is called when a noise floor was measured. `stages`
+        names another proxy stage class: the negative controls plant proxy defects with it.
+        """
+        self.site = site
+        self.subject = subject
+        self.folder = folder
+        self.seed = seed
+        self.cells = list(cells)
+        self.say = say
+        self.on_floor = on_floor
+        self.recorder = recorder
+        self.proxy_stages = stages
+        self._stage: Stage | None = None
+        self._failed: dict[str, str] = {}
+
+    # -- stages --------------------------------------------------------------------------------------------------------
+
+    def stage(self, topology: str) -> Stage:
+        """The running stage of a topology; the first call boots it and ends the one before.
+
+        Raises StackError (again for every cell of a topology whose stage did not come up).
+        """
+        if self._stage is not None and self._stage.topology.name == topology:
+            return self._stage
+        if topology in self._failed:
+            raise StackError(self._failed[topology])
+        self.end_stage()
+        try:
+            self._stage = self._boot(Topology.parse(topology))
+        except StackError as error:
+            self._failed[topology] = str(error)
+            raise
+        return self._stage
+
+    def end_stage(self) -> None:
+        """Stop every stack of the current stage."""
+        if self._stage is None:
+            return
+        for stack in list(self.site.stacks):
+            self.site.stop(stack)
+        self._stage = None
+
+    def _boot(self, topology: Topology) -> Stage:
+        began = time.monotonic()
+        shape = Shape(prefix_caching=not topology.has_kv)
+        mine = [cell for cell in self.cells if cell.topology == topology.name]
+        plans = {cell.id: plan_of(cell.case, self.seed, cell.id) for cell in mine}
+        subject_spec = StackSpec(
+            topology.name if topology.kind != "aggregated" else "ec-both",
+            topology,
+            shape,
+            subject=self.subject,
+            recorder=self.recorder,
+            stages=self.proxy_stages,
+        )
+        agg_spec = StackSpec(f"baseline-{topology.name}", Topology.parse("aggregated"), shape)
+        baselines = Baselines()
+        exact = {cell.id for cell in mine if cell.case.exact}
+        if topology.has_kv:
+            pd_spec = StackSpec(f"baseline-p-d-{topology.name}", Topology.parse("p-d"), shape)
+            aggregated, pd = self.site.boot(agg_spec, pd_spec)
+            plans = self._settle(plans, aggregated, shape.block_size)
+            offered = self._ask(baselines, aggregated, plans, exact, topology)
+            self.say(f"asking the p-d baseline {len(offered)} prompts")
+            # The noise of the pair is that of its two servers, which the aggregated arm measures; once more shows a
+            # difference between its own runs.
+            baseline.ask_pd(baselines, pd, offered, 2)
+            self.site.stop(pd)
+            (stack,) = self.site.boot(subject_spec)
+        else:
+            aggregated, stack = self.site.boot(agg_spec, subject_spec)
+            offered = self._ask(baselines, aggregated, plans, exact, topology)
+        floor = baselines.floor([request.digest() for request in offered])
+        names = {request.digest(): request.label for request in offered}
+        self.say(f"{topology.name}: {floor.words()}")
+        self.on_floor(topology.name, floor, [request.digest() for request in offered], names)
+        stage = Stage(topology, stack, baselines, plans, floor, aggregated, self._bypass(stack))
+        stage.boot_s = time.monotonic() - began
+        return stage
+
+    def _settle(self, plans: dict[str, Plan], aggregated: Stack, block: int) -> dict[str, Plan]:
+        """Move every prompt off the lengths that the KV connector cannot serve; those have cells of their own."""
+
+        def ask(request: Request) -> Answer:
+            return client.send(
+                aggregated.base_url, request, uuid.uuid4().hex, overrides={"max_tokens": 1, "stream": False}
+            )
+
+        return {
+            cell: replace(plan, requests=tuple(baseline.settle(request, ask, block) for request in plan.requests))
+            for cell, plan in plans.items()
+        }
+
+    def _ask(
+        self, baselines: Baselines, aggregated: Stack, plans: dict[str, Plan], exact: set[str], topology: Topology
+    ) -> list[Request]:
+        """Ask the aggregated server everything that will be compared. Returns the offered requests, without repetition."""
+        offered: dict[str, Request] = {}
+        for request in baseline.floor_requests(self.seed, topology.name):
+            offered.setdefault(request.digest(), request)
+        contrasts: dict[str, Request] = {}
+        for cell, plan in plans.items():
+            if cell not in exact:
+                continue
+            for request in plan.requests:
+                offered.setdefault(request.digest(), replace(request, label=f"{cell} {request.label}"))
+            for request in plan.contrasts:
+                contrasts.setdefault(request.digest(), request)
+        self.say(f"asking the aggregated baseline {len(offered)} prompts {baseline.REPETITIONS} times")
+        baseline.ask_aggregated(baselines, aggregated, list(offered.values()))
+        # A contrast only has to differ: once is enough.
+        answers = baselines.arms["aggregated"]
+        for digest, request in contrasts.items():
+            if digest not in answers:
+                rid = uuid.uuid4().hex
+                answers[digest] = [
+                    client.send(aggregated.base_url, request, rid, salt=f"c-{rid}", overrides=baseline.NOT_STREAMED)
+                ]
+        return list(offered.values())
+
+    def _bypass(self, stack: Stack) -> str:
+        if stack.spec.topology.kind == "e-pd":
+            return stack.of(Role.PREFILL_DECODE)[0].url
+        if stack.spec.topology.kind == "e-p-d":
+            return self.site.start_bypass(stack)
+        return stack.base_url
+
+    # -- cells ---------------------------------------------------------------------------------------------------------
+
+    def run(self, cell: PlannedCell) -> CellEvidence:
+        """Carry out a cell and return its evidence; judging is somebody else's."""
+        stage = self.stage(cell.topology)
+        return Runner(self, stage, cell).evidence()
+
+
+class Runner:
+    """One cell while it runs: sends, marks the journals, gathers."""
+
+    def __init__(self, session: LiveSession, stage: Stage, cell: PlannedCell) -> None:
+        self.session = session
+        self.stage = stage
+        self.cell = cell
+        self.plan = stage.plans[cell.id]
+        self.stack = stage.stack
+        self.roles = roles_of(self.stack)
+        self.answers: list[Answer] = []
+        self.facts: dict[str, Any] = {}
+
+    def evidence(self) -> CellEvidence:
+        before = self.stack.journal.read()
+        mark = self.stack.journal.mark()
+        getattr(self, "_" + self.cell.case.judge.replace("-", "_"), self._through_proxy)()
+        self._settled()
+        during = self.stack.journal.read(mark)
+        keys = {item["id"] for event in during if event["ev"] == "request" for item in event["items"]}
+        digests = {request.digest() for request in (*self.plan.requests, *self.plan.contrasts)}
+        floor = self.stage.floor
+        return CellEvidence(
+            cell=self.cell.id,
+            judge=self.cell.case.judge,
+            topology=self.cell.topology,
+            owner=self.cell.owner,
+            plan=self.plan,
+            answers=tuple(self.answers),
+            baseline={digest: self.stage.baselines.first(digest) for digest in sorted(digests)},
+            admitted=floor.admitted & digests,
+            floor=floor.floor,
+            floor_enough=floor.enough,
+            roles=self.roles,
+            before=tuple(relevant(before, keys)),
+            during=tuple(during),
+            deaths=tuple(
+                {"name": process.name, "status": process.status, "text": process.obituary()}
+                for process in self.stack.dead()
+            ),
+            facts=self.facts,
+        )
+
+    def _send(self, base_url: str, request: Request, **options: Any) -> Answer:
+        rid = uuid.uuid4().hex
+        answer = client.send(base_url, request, rid, salt=request.salt or f"cell-{rid}", **options)
+        self.answers.append(answer)
+        return answer
+
+    def _settled(self) -> None:
+        """Wait a moment for the death of a server that has just failed a request: it takes about a second to go."""
+        if any(answer.status in (0, 500, 502, 503, 504) for answer in self.answers):
+            deadline = time.monotonic() + 3.0
+            while time.monotonic() < deadline and not self.stack.dead():
+                time.sleep(0.1)
+
+    def _through_proxy(self) -> None:
+        for request in self.plan.requests:
+            self._send(self.stack.base_url, request)
+
+    def _miss(self) -> None:
+        """Past the encode servers, so that nobody has saved the item."""
+        self._send(self.stage.bypass, self.plan.requests[0])
+
+    def _both(self) -> None:
+        """Once cold, then again after the server's own encoder cache was reset, so that only the store can give the item."""
+        server = self.stack.servers[0]
+        first, second = self.plan.requests
+        self._send(server.url, first)
+        reset = http.post(f"{server.url}/reset_encoder_cache", timeout=client.DEADLINE_S)
+        self.facts["reset_status"] = reset.status_code
+        self._send(server.url, second)
+
+    def _stage_error(self) -> None:
+        """Ask for a model that no server has: the first stage that a request meets answers 404."""
+        first = self.plan.requests[0]
+        self.facts["stage"] = "encode" if first.images else ("prefill" if self.stack.of(Role.PREFILL) else "decode")
+        self.facts["status"] = 404
+        for request in self.plan.requests:
+            self._send(self.stack.base_url, request, overrides={"model": "no-such-model"})
+
+    def _constructed(self) -> None:
+        self.facts["servers"] = [server.name for server in self.stack.servers if "scheduler" in server.expects]
+
+    def _encode_only(self) -> None:
+        """A primer that asks for five tokens, sent to an encode server directly."""
+        encode = self.stack.of(Role.ENCODE)
+        inits = [event for event in self.stack.journal.read() if event["ev"] == "init" and event["side"] == "scheduler"]
+        self.facts["blocks"] = {
+            server.name: [event["blocks"] for event in inits if event["server"] == server.name][-1] for server in encode
+        }
+        rid = uuid.uuid4().hex
+        body = self.plan.requests[0].body(SERVED_NAME, f"cell-{rid}") | {"max_tokens": 5}
+        body.pop("logprobs")
+        body.pop("top_logprobs")
+        response = http.post(
+            f"{encode[0].url}/v1/chat/completions",
+            json=body,
+            headers={"X-Request-Id": rid},
+            timeout=client.DEADLINE_S,
+        )
+        self.facts["status"] = response.status_code
+        usage = response.json().get("usage") or {} if response.status_code == 200 else {}
+        self.facts["completion_tokens"] = usage.get("completion_tokens")
+
+
+def roles_of(stack: Stack) -> Roles:
+    """The journal names of a stack's servers by the part they play."""
+
+    def names(servers: Sequence[Server]) -> frozenset[str]:
+        return frozenset(server.name for server in servers)
+
+    single = names(stack.of(Role.AGGREGATED)) if stack.spec.subject is not None else frozenset()
+    return Roles(
+        encode=names(stack.of(Role.ENCODE)),
+        consumers=names(stack.of(Role.PREFILL, Role.PREFILL_DECODE)) | single,
+        decode=names(stack.of(Role.DECODE)),
+        both=single,
+    )
+
+
+def relevant(events: Sequence[Mapping[str, Any]], keys: set[str]) -> list[Mapping[str, Any]]:
+    """The earlier lines that a judge needs for a cell's keys: starts, saves, loads, and what was freed or encoded."""
+    kept: list[Mapping[str, Any]] = []
+    for event in events:
+        kind = event["ev"]
+        if kind in ("init", "raise") or (kind in ("save", "load", "encoded") and event["id"] in keys):
+            kept.append(event)
+        elif kind == "step" and keys.intersection(event["free"]):
+            kept.append({**event, "free": [key for key in event["free"] if key in keys], "new": [], "encode": {}})
+    return kept
+
+
+def write_evidence(folder: Path, evidence: CellEvidence) -> Path:
+    """Write a cell's raw evidence to `cells/<name>.json` under the run's folder; returns the path."""
+    name = re.sub(r"[^A-Za-z0-9.+-]+", "_", evidence.cell).strip("_")
+    path = folder / "cells" / f"{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(evidence.to_json(), separators=(",", ":")), encoding="utf-8")
+    return path

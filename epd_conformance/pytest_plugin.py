@@ -1,0 +1,230 @@
+"""The pytest plug-in: makes cells of the suites' tests, runs them through a `Run`, and turns verdicts into outcomes.
+
+Registered as a pytest11 entry point; it does nothing unless `--subject` is given, so that it never disturbs another project's
+tests. `epd-conformance run` is sugar over it.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from epd_conformance.catalogue import ConformanceLevel
+from epd_conformance.errors import UsageError
+from epd_conformance.live.case import MARK
+from epd_conformance.live.session import PlannedCell
+from epd_conformance.oracle.judges import Judgement
+from epd_conformance.progress import Progress
+from epd_conformance.report import render_text, schema
+from epd_conformance.run import Options, Planted, Run, result_code
+from epd_conformance.verdict import Mode, Verdict
+
+RUN = pytest.StashKey[Run]()
+PLANTED = pytest.StashKey[Planted]()
+# How a person who runs pytest itself sees the report; `epd-conformance run` prints it on its own.
+REPORT = pytest.StashKey[schema.Report]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("epd-conformance", "certify a vLLM EC connector")
+    group.addoption("--subject", help="what to certify: reference, vllm-example, an entry point, or module:Class")
+    group.addoption("--profile", default="e-pd", help="aggregated, e-pd, e-p-d, all, or sizes such as 2e-1pd")
+    group.addoption("--level", default="full", choices=[str(level) for level in ConformanceLevel])
+    group.addoption("--device", default="cpu", choices=["cpu", "cuda"])
+    group.addoption("--model", default="tiny-qwen2.5-vl", help="a zoo name, a folder, or a Hugging Face id")
+    group.addoption("--dtype", default="", help="float32 on cpu and the model's own on cuda, unless given")
+    group.addoption("--mode", default="develop", choices=[str(mode) for mode in Mode])
+    group.addoption("--out", default=None, help="folder for report, evidence and logs (default: a new one in runs/)")
+    group.addoption("--seed", default=0, type=int, help="draws the contents of every cell")
+    group.addoption("--boot", default="", choices=["", "fork", "plain"], help="how servers start")
+    group.addoption("--cell", action="append", default=[], help="run only this cell (may be repeated)")
+    group.addoption("--memory-wait", default=600.0, type=float, help="seconds to wait for memory that others hold")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", f"{MARK}(id, cases): the requirement that a suite's test is for")
+    if config.getoption("--subject") is None:
+        return
+    option = config.getoption
+    options = Options(
+        subject=option("--subject"),
+        profile=option("--profile"),
+        level=ConformanceLevel(option("--level")),
+        device=option("--device"),
+        model=option("--model"),
+        dtype=option("--dtype"),
+        mode=Mode(option("--mode")),
+        out=Path(option("--out")) if option("--out") else None,
+        seed=option("--seed"),
+        boot=option("--boot"),
+        cells=tuple(option("--cell")),
+        memory_wait_s=option("--memory-wait"),
+        command=tuple(config.invocation_params.args),
+    )
+    if options.mode is Mode.CERTIFY and (option("keyword") or option("markexpr") or option("maxfail")):
+        raise pytest.UsageError("--mode certify runs everything: leave out -k, -m, -x and --maxfail")
+    try:
+        run = Run(options, planted=config.stash.get(PLANTED, Planted()), progress=Progress())
+    except UsageError as error:
+        raise pytest.UsageError(str(error)) from None
+    config.stash[RUN] = run
+
+    # A run that is told to end (a CI's time limit) must leave a report and no process behind, as with Ctrl-C.
+    def end(*_: object) -> None:
+        raise KeyboardInterrupt("terminated")
+
+    signal.signal(signal.SIGTERM, end)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "cell" not in metafunc.fixturenames:
+        return
+    marker = metafunc.definition.get_closest_marker(MARK)
+    if marker is None:
+        raise pytest.UsageError(f"{metafunc.definition.nodeid} asks for `cell` without @requirement")
+    run = metafunc.config.stash.get(RUN, None)
+    if run is None:
+        raise pytest.UsageError("the suites need a subject: add --subject reference (or your own)")
+    requirement_id, cases = marker.args
+    try:
+        cells = run.cells_of(run.catalogue[requirement_id], cases)
+    except UsageError as error:
+        raise pytest.UsageError(str(error)) from None
+    metafunc.parametrize("cell", cells, ids=[cell.id for cell in cells], indirect=True)
+
+
+def _planned(item: pytest.Item) -> PlannedCell | None:
+    callspec = getattr(item, "callspec", None)
+    found = callspec.params.get("cell") if callspec is not None else None
+    return found if isinstance(found, PlannedCell) else None
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep the cells of one topology together (its servers are booted once), then fix the expected set."""
+    run = config.stash.get(RUN, None)
+    if run is None:
+        return
+    wanted = set(run.options.cells)
+    if wanted:
+        dropped = [item for item in items if (cell := _planned(item)) is not None and cell.id not in wanted]
+        items[:] = [item for item in items if item not in dropped]
+        config.hook.pytest_deselected(items=dropped)
+    order = {name: position for position, name in enumerate(run.topologies)}
+
+    def stage(item: pytest.Item) -> int:
+        cell = _planned(item)
+        return order[cell.topology] if cell is not None else -1
+
+    items.sort(key=stage)
+    if config.getoption("collectonly"):
+        return
+    try:
+        run.begin([cell.id for item in items if (cell := _planned(item)) is not None])
+    except UsageError as error:
+        raise pytest.UsageError(str(error)) from None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> None:
+    """Begin the progress display; collection may still have failed before."""
+    run = session.config.stash.get(RUN, None)
+    if run is not None and not session.config.getoption("collectonly"):
+        run.progress.__enter__()
+
+
+class CellUnderTest:
+    """What a suite's test gets: `check()` runs the cell and asserts its verdict."""
+
+    def __init__(self, run: Run, planned: PlannedCell) -> None:
+        self._run = run
+        self.planned = planned
+        self.record: schema.CellRecord | None = None
+
+    def check(self) -> None:
+        """Run the cell, write down its verdict, and fail the test unless it is `pass`."""
+        self.record = self._run.carry_out(self.planned)
+        if self.record.verdict is not Verdict.PASS:
+            pytest.fail(f"{self.record.verdict}: {self.record.reason}\n{self.record.message}", pytrace=False)
+
+
+@pytest.fixture
+def cell(request: pytest.FixtureRequest) -> Generator[CellUnderTest, None, None]:
+    """One cell of a suite. A test that ends without having judged it, or breaks, makes the cell `error`."""
+    run = request.config.stash[RUN]
+    under_test = CellUnderTest(run, request.param)
+    try:
+        yield under_test
+    finally:
+        if under_test.record is None and not run.interrupted:
+            judgement = Judgement(
+                Verdict.ERROR, reason="harness", expected="the test judges its cell", observed="it did not"
+            )
+            run.record(request.param, judgement, 0.0)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
+    """An error of usage or environment ends the run with exit code 2 while there is nothing to report yet."""
+    try:
+        return (yield)
+    except UsageError as error:
+        run = item.config.stash.get(RUN, None)
+        if run is None or run.judged:
+            raise
+        run.interrupted = str(error)
+        pytest.exit(str(error), returncode=2)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> None:
+    if call.when == "call" and (planned := _planned(item)) is not None:
+        requirement_id = planned.id.partition("[")[0]
+        item.user_properties.append(("requirement", requirement_id))
+        item.user_properties.append(("cell", planned.id))
+
+
+def pytest_keyboard_interrupt(excinfo: pytest.ExceptionInfo[BaseException]) -> None:
+    # `pytest.exit` comes this way too, with its own words.
+    _interrupts.append(str(excinfo.value) or "interrupted by the user")
+
+
+_interrupts: list[str] = []
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    run = session.config.stash.get(RUN, None)
+    if run is None:
+        return
+    run.progress.__exit__(None, None, None)
+    if exitstatus == 2 and run.interrupted and not run.judged:
+        run.close()
+        return
+    if not hasattr(run, "chosen"):
+        return
+    if exitstatus == pytest.ExitCode.INTERRUPTED and not run.interrupted:
+        run.interrupted = _interrupts[-1] if _interrupts else "interrupted by the user"
+    report = run.finish()
+    session.config.stash[REPORT] = report
+    session.exitstatus = result_code(report)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    run = config.stash.get(RUN, None)
+    if run is not None:
+        run.close()
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    report = config.stash.get(REPORT, None)
+    if report is not None:
+        terminalreporter.section("verdicts")
+        sys.stdout.flush()
+        render_text.print_report(report)
+        terminalreporter.line(f"report: {config.stash[RUN].out / 'report.json'}")

@@ -1,0 +1,453 @@
+"""One run: options in, report out. Between the two it owns the results file, the expected set and the live session.
+
+pytest (through the plug-in) decides in which order cells run; this module decides what they are and what becomes of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+import shlex
+import sys
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import requests as http
+
+import epd_conformance
+from epd_conformance import catalogue as catalogues
+from epd_conformance import subject as subjects
+from epd_conformance.catalogue import Catalogue, ConformanceLevel, EnvironmentClass, ExpectedCell, Requirement, cell_id
+from epd_conformance.errors import StackError, UsageError
+from epd_conformance.live.case import Case
+from epd_conformance.live.session import LiveSession, PlannedCell, write_evidence
+from epd_conformance.models import zoo
+from epd_conformance.oracle import judges
+from epd_conformance.oracle.judges import Judgement
+from epd_conformance.oracle.noise import NoiseFloor
+from epd_conformance.progress import Progress
+from epd_conformance.report import schema, writer
+from epd_conformance.report.failure import failure_text
+from epd_conformance.runtime import vllm_info
+from epd_conformance.topology.launcher import Boot
+from epd_conformance.topology.spec import Topology
+from epd_conformance.topology.stack import ModelUse, Site, Stack
+from epd_conformance.verdict import Mode, Outcome, Verdict, exit_code
+
+PROFILES: dict[str, tuple[str, ...]] = {
+    "aggregated": ("aggregated",),
+    "e-pd": ("e-pd",),
+    "e-p-d": ("e-p-d",),
+    "all": ("aggregated", "e-pd", "e-p-d"),
+}
+# The most items of each modality in one prompt: three images is what the largest case sends.
+MEDIA_LIMITS = {"image": 4}
+
+
+@dataclass(frozen=True)
+class Options:
+    """What was asked for on the command line."""
+
+    subject: str
+    profile: str = "e-pd"
+    level: ConformanceLevel = ConformanceLevel.FULL
+    device: str = "cpu"
+    model: str = "tiny-qwen2.5-vl"
+    dtype: str = ""
+    mode: Mode = Mode.DEVELOP
+    out: Path | None = None
+    seed: int = 0
+    boot: str = ""
+    cells: tuple[str, ...] = ()
+    memory_wait_s: float = 600.0
+    command: tuple[str, ...] = ()
+
+    def topologies(self) -> tuple[str, ...]:
+        """The topologies of the profile; sizes such as `2e-1pd` are a profile of their own. Raises UsageError."""
+        if self.profile in PROFILES:
+            return PROFILES[self.profile]
+        try:
+            return (Topology.parse(self.profile).name,)
+        except UsageError as error:
+            raise UsageError(f"no profile {self.profile!r}: use {', '.join(PROFILES)}, or sizes ({error})") from None
+
+
+@dataclass
+class Planted:
+    """Defects that the harness' own tests plant around the subject; a run for anybody else has none."""
+
+    stages: str | None = None
+    recorder: bool = True
+    before_cell: Callable[[LiveSession, PlannedCell], None] | None = None
+
+
+@dataclass
+class Run:
+    """The state of one run."""
+
+    options: Options
+    planted: Planted = field(default_factory=Planted)
+    progress: Progress = field(default_factory=Progress)
+
+    def __post_init__(self) -> None:
+        options = self.options
+        self.topologies = options.topologies()
+        self.catalogue: Catalogue = catalogues.load()
+        self.subject = subjects.load(options.subject)
+        if options.device not in ("cpu", "cuda"):
+            raise UsageError(f"no device {options.device!r}: use cpu or cuda")
+        if options.mode is Mode.CERTIFY and (options.cells or options.level is not ConformanceLevel.FULL):
+            raise UsageError("--mode certify runs everything: leave out --cell, -k and --level core")
+        self.boot = Boot(options.boot or ("fork" if options.device == "cpu" else "plain"))
+        self.environment_class = EnvironmentClass.CUDA if options.device == "cuda" else EnvironmentClass.CPU_V1
+        self.selection = self.catalogue.select(
+            topologies={Topology.parse(name).kind for name in self.topologies},
+            environment=self.environment_class,
+            features=self.subject.features,
+            level=options.level,
+        )
+        self.vllm = vllm_info.require()
+        resolved = zoo.resolve(options.model, zoo.default_cache())
+        self.model = ModelUse(
+            name=resolved.name,
+            path=resolved.path_or_id,
+            # float32 on CPU makes the noise floor zero; on GPU the model's own dtype is what people run.
+            dtype=options.dtype or ("float32" if options.device == "cpu" else "auto"),
+            limits=MEDIA_LIMITS,
+            digest=resolved.digest,
+            local=resolved.digest is not None,
+        )
+        self.out = _fresh_folder(options.out, options.subject)
+        self.log = writer.ResultsLog(self.out / writer.RESULTS_NAME)
+        self.collected: list[ExpectedCell] = []
+        self.planned: dict[str, PlannedCell] = {}
+        self.judged = 0
+        self.interrupted = ""
+        self._site: Site | None = None
+        self._session: LiveSession | None = None
+        self._flags: dict[str, tuple[str, ...]] = {}
+        self._devices: set[str] = set()
+
+    # -- what runs -----------------------------------------------------------------------------------------------------
+
+    def cells_of(self, requirement: Requirement, cases: Sequence[Case]) -> list[PlannedCell]:
+        """The cells of one test: each case in each topology of the run that the requirement is selected for."""
+        found = []
+        for name in self.topologies:
+            if (requirement.id, Topology.parse(name).kind) not in self.selection:
+                continue
+            for case in cases:
+                axes = ExpectedCell(requirement.id, name, self.model.name.replace("/", "~"), case.name)
+                cell = PlannedCell(cell_id(*_axes(axes)), name, requirement.owner, case)
+                if cell.id not in self.planned:
+                    self.collected.append(axes)
+                    self.planned[cell.id] = cell
+                found.append(cell)
+        return found
+
+    def begin(self, chosen: Sequence[str]) -> None:
+        """Fix the expected set and say so in the results, before anything runs. `chosen` are the cells that will run."""
+        options = self.options
+        unknown = sorted(set(options.cells) - set(self.planned))
+        if unknown:
+            raise UsageError(f"no cell {unknown[0]} in this profile; `epd-conformance list --cells` shows them")
+        implementation = self.subject.implementation
+        self.log.append(
+            schema.RunStart(
+                suite=schema.SuiteInfo(
+                    version=epd_conformance.__version__, digest=suite_digest(), catalogue=self.catalogue.digest()
+                ),
+                run=schema.RunInfo(
+                    id=uuid.uuid4().hex,
+                    mode=options.mode,
+                    profile=options.profile,
+                    level=options.level,
+                    seed=options.seed,
+                    command=options.command or tuple(sys.argv),
+                    started=datetime.now(UTC),
+                ),
+                subject=schema.SubjectInfo(
+                    name=options.subject,
+                    implementation=schema.ImplementationInfo(
+                        organization=implementation.organization,
+                        project=implementation.project,
+                        version=implementation.version,
+                        url=implementation.url,
+                        contact=implementation.contact,
+                    ),
+                    features=tuple(sorted(str(feature) for feature in self.subject.features)),
+                ),
+                environment_class=self.environment_class,
+            )
+        )
+        self.log.append(self._environment())
+        self.log.append(
+            schema.ExpectedSet(
+                cells=tuple(schema.ExpectedRecord.of(cell) for cell in self.selection.expected(self.collected)),
+                not_verified=tuple(
+                    schema.NotVerifiedRecord(kind=gap.kind, requirement=gap.requirement, detail=gap.detail)
+                    for gap in self.selection.not_verified
+                ),
+            )
+        )
+        self.chosen = [self.planned[cell] for cell in chosen]
+        for cell in self.chosen:
+            self.progress.expect(cell.topology)
+
+    # -- running -------------------------------------------------------------------------------------------------------
+
+    def session(self) -> LiveSession:
+        """The live session; made, with its processes, when the first cell asks for it."""
+        if self._session is None:
+            self._site = Site(
+                self.out,
+                self.model,
+                device=self.options.device,
+                boot=self.boot,
+                say=self.progress.say,
+                memory_wait_s=self.options.memory_wait_s,
+            )
+            self._site.__enter__()
+            self._session = LiveSession(
+                self._site,
+                self.subject,
+                self.out,
+                seed=self.options.seed,
+                cells=self.chosen,
+                say=self.progress.say,
+                on_floor=self._floor,
+                recorder=self.planted.recorder,
+                stages=self.planted.stages,
+            )
+        return self._session
+
+    def carry_out(self, cell: PlannedCell) -> schema.CellRecord:
+        """Run one cell, judge it, and write the result down. Raises UsageError where nothing of the run can work."""
+        began = time.monotonic()
+        artifacts: list[str] = []
+        try:
+            session = self.session()
+            stage = session.stage(cell.topology)
+            self._learn(session)
+            if self.planted.before_cell is not None:
+                self.planted.before_cell(session, cell)
+            began = time.monotonic()
+            evidence = session.run(cell)
+            judgement = judges.judge(evidence)
+            artifacts.append(write_evidence(self.out, evidence).relative_to(self.out).as_posix())
+            if judgement.verdict is not Verdict.PASS:
+                artifacts += self._capture(cell, stage.stack)
+        except StackError as error:
+            judgement = Judgement(
+                Verdict.ERROR,
+                reason="stack",
+                expected="the servers of this topology come up and stay up",
+                observed=str(error),
+            )
+            artifacts.append("logs")
+        return self.record(cell, judgement, time.monotonic() - began, artifacts)
+
+    def record(
+        self, cell: PlannedCell, judgement: Judgement, seconds: float, artifacts: Sequence[str] = ()
+    ) -> schema.CellRecord:
+        """Write one cell's result to the results file and to the progress display."""
+        requirement_id = cell.id.partition("[")[0]
+        reproduce = self.reproduce(cell)
+        message = ""
+        if judgement.verdict is not Verdict.PASS:
+            message = failure_text(
+                self.catalogue[requirement_id],
+                cell.id,
+                expected=judgement.expected,
+                observed=judgement.observed,
+                divergence=judgement.divergence,
+                rung=judgement.rung,
+                causes=judgement.causes,
+                reproduce=reproduce,
+                artifacts=[str(self.out / path) for path in artifacts],
+            )
+        record = schema.CellRecord(
+            id=cell.id,
+            requirement=requirement_id,
+            topology=cell.topology,
+            model=self.model.name.replace("/", "~"),
+            case=cell.case.name,
+            verdict=judgement.verdict,
+            reason=judgement.reason,
+            blame=judgement.blame,
+            rung=judgement.rung,
+            message=message,
+            evidence=judgement.evidence,
+            duration_s=round(seconds, 3),
+            artifacts=tuple(artifacts),
+            reproduce=reproduce,
+        )
+        self.log.append(record)
+        self.judged += 1
+        self.progress.cell_done(cell.id, cell.topology, record.verdict, record.reason, seconds)
+        return record
+
+    def reproduce(self, cell: PlannedCell) -> str:
+        """The command that runs this cell again."""
+        options = self.options
+        words = ["epd-conformance", "run", "--subject", options.subject, "--profile", cell.topology]
+        words += ["--model", options.model, "--device", options.device, "--seed", str(options.seed)]
+        return shlex.join([*words, "--cell", cell.id])
+
+    def finish(self) -> schema.Report:
+        """End every process, then write the report. Cells that never ran stand in it as could-not-run."""
+        self.close()
+        self.log.append(
+            schema.RunEnd(finished=datetime.now(UTC), interrupted=bool(self.interrupted), reason=self.interrupted)
+        )
+        self.log.close()
+        results = writer.read_results(self.out / writer.RESULTS_NAME)
+        return writer.write_report(self.out, writer.build_report(results, self.catalogue))
+
+    def close(self) -> None:
+        """End every process of the run."""
+        site, self._site, self._session = self._site, None, None
+        if site is not None:
+            site.close()
+
+    # -- evidence ------------------------------------------------------------------------------------------------------
+
+    def _floor(self, topology: str, floor: NoiseFloor, offered: Sequence[str], names: Mapping[str, str]) -> None:
+        self.log.append(
+            schema.NoiseFloor(
+                baseline=topology,
+                model=self.model.name,
+                runs=floor.repetitions,
+                max_logprob_delta=floor.floor,
+                min_margin=floor.least_margin,
+                admitted=tuple(names[digest] for digest in offered if digest in floor.admitted),
+                rejected=tuple(
+                    schema.RejectedPrompt(prompt=names[digest], reason=floor.rejected[digest])
+                    for digest in offered
+                    if digest not in floor.admitted
+                ),
+            )
+        )
+
+    def _learn(self, session: LiveSession) -> None:
+        """Write the environment again when servers were started with flags that it does not hold yet."""
+        site = session.site
+        known = dict(self._flags)
+        for stack in site.stacks:
+            for server in stack.servers:
+                self._flags[f"{stack.spec.name}/{server.role}"] = server.flags
+                self._devices.add(server.placement.words)
+        if self._flags != known:
+            self.log.append(self._environment(site))
+
+    def _environment(self, site: Site | None = None) -> schema.EnvironmentInfo:
+        patches = site.patches() if site is not None else []
+        return schema.EnvironmentInfo(
+            vllm_version=self.vllm.version,
+            vllm_commit=self.vllm.commit or "",
+            platform=f"{platform.system()} {platform.machine()}, {self.vllm.platform}",
+            python=platform.python_version(),
+            torch=_version("torch"),
+            devices=tuple(sorted(self._devices)),
+            models=(schema.ModelInfo(id=self.model.name, digest=self.model.digest or ""),),
+            dtype=self.model.dtype,
+            flags=self._flags,
+            patches=tuple(schema.Patch(**patch) for patch in patches),
+            details={"boot": str(self.boot), "cores": os.cpu_count() or 0, "transformers": _version("transformers")},
+        )
+
+    def _capture(self, cell: PlannedCell, stack: Stack) -> list[str]:
+        """State before clean-up: metrics of every server, listing of the stores; logs and journals lie there already."""
+        state: dict[str, Any] = {
+            "cell": cell.id,
+            "metrics": {},
+            "store": _listing(stack.store),
+            "kv": _listing(stack.kv_store),
+        }
+        for server in stack.servers:
+            with contextlib.suppress(http.RequestException):
+                state["metrics"][server.name] = http.get(f"{server.url}/metrics", timeout=3).text
+        name = hashlib.sha256(cell.id.encode()).hexdigest()[:16]
+        path = self.out / "state" / f"{name}.json"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(json.dumps(state), encoding="utf-8")
+        logs = [
+            process.log
+            for process in [*(server.process for server in stack.servers), *([stack.proxy] if stack.proxy else [])]
+        ]
+        return [item.relative_to(self.out).as_posix() for item in (path, *logs)]
+
+
+def _axes(cell: ExpectedCell) -> tuple[str, str, str, str]:
+    return cell.requirement, cell.topology, cell.model, cell.case
+
+
+def _version(distribution: str) -> str:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _listing(folder: Path) -> list[dict[str, Any]]:
+    """Every file under a store with size and time, as the harness itself sees it."""
+    found = []
+    for path in sorted(folder.rglob("*")):
+        with contextlib.suppress(OSError):
+            if path.is_file():
+                status = path.stat()
+                found.append({"path": str(path.relative_to(folder)), "bytes": status.st_size, "mtime": status.st_mtime})
+    return found
+
+
+def _fresh_folder(out: Path | None, subject: str) -> Path:
+    """The run's folder, new or empty: two runs in one folder would mix their evidence."""
+    if out is None:
+        name = "".join(letter if letter.isalnum() or letter in "-_." else "-" for letter in subject)
+        out = Path("runs") / f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{name}-{uuid.uuid4().hex[:4]}"
+    out = out.resolve()
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        taken = any(out.iterdir())
+    except OSError as error:
+        raise UsageError(f"the folder {out} cannot be used for --out ({error.strerror}): choose another") from error
+    if taken:
+        raise UsageError(f"the folder {out} is not empty: choose a new one with --out, a run keeps its evidence there")
+    return out
+
+
+def suites_folder() -> Path:
+    """Where the suites lie: inside the package when installed from a wheel, beside it in a checkout."""
+    package = Path(__file__).parent
+    inside = package / "suites"
+    return inside if inside.is_dir() else package.parent / "suites"
+
+
+def suite_digest() -> str:
+    """`sha256:<hex>` over the suites' files (name and content) and the judges: what a certificate was made with."""
+    digest = hashlib.sha256()
+    folder = suites_folder()
+    files = [(path.relative_to(folder).as_posix(), path) for path in folder.rglob("*.py")]
+    package = Path(__file__).parent
+    files += [(path.relative_to(package).as_posix(), path) for path in (package / "oracle").glob("*.py")]
+    for name, path in sorted(files):
+        content = path.read_bytes()
+        digest.update(f"{name}\0{len(content)}\0".encode() + content)
+    return "sha256:" + digest.hexdigest()
+
+
+def result_code(report: schema.Report) -> int:
+    """The exit code of a run (design §6): that of the certified owner; an interrupted run is never conformant."""
+    outcome = report.certified_outcome
+    if report.interrupted and outcome is not Outcome.NONCONFORMANT:
+        outcome = Outcome.INCOMPLETE
+    return exit_code(outcome)
