@@ -629,7 +629,15 @@ def both(cell: CellEvidence) -> Judgement:
     """`ec_both`: the first request encodes and saves, the second, after a reset of the server's cache, loads; both equal."""
     first, second = cell.transport(0), cell.transport(1)
     unsaved = None
-    if not first.saves or not first.local_encodes:
+    if cell.facts["reset_status"] != 200:
+        unsaved = Judgement(
+            Verdict.ERROR,
+            reason="not-reset",
+            expected="the server resets its encoder cache",
+            observed=f"/reset_encoder_cache answered {cell.facts['reset_status']}",
+            causes=("the server was started without VLLM_SERVER_DEV_MODE=1",),
+        )
+    elif not first.saves or not first.local_encodes:
         unsaved = Judgement(
             Verdict.INCONCLUSIVE,
             reason="not-saved",

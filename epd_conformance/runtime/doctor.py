@@ -202,9 +202,7 @@ def _media_libraries() -> list[Check]:
     try:
         broken = {library.name: library.error for library in repairs.broken_media_libraries()}
     except UsageError as error:
-        return [
-            Check(" and ".join(repairs.MEDIA_LIBRARIES), "missing", "their import does not end", str(error))
-        ]
+        return [Check(" and ".join(repairs.MEDIA_LIBRARIES), "missing", "their import does not end", str(error))]
     checks = []
     for name in repairs.MEDIA_LIBRARIES:
         if name in broken:
@@ -242,9 +240,7 @@ def _memory(inventory: Inventory, physical_gib: float) -> Check:
         f"{fit} servers of {SERVER_GIB:.0f} GiB fit"
     )
     if fit < 1:
-        return Check(
-            "memory", "missing", found, f"free {SERVER_GIB:.0f} GiB for one server, more for a topology"
-        )
+        return Check("memory", "missing", found, f"free {SERVER_GIB:.0f} GiB for one server, more for a topology")
     if fit < _LARGEST_STACK:
         need = _LARGEST_STACK * SERVER_GIB
         return Check("memory", "warn", found, f"free {need:.0f} GiB for e-p-d, or run smaller profiles only")
@@ -284,9 +280,7 @@ def _gpus(inventory: Inventory, info: vllm_info.VllmInfo | None) -> Check:
         return Check("GPUs", "ok", found)
     if info is not None and info.platform == "cuda":
         found = "none, but the installed vLLM is a CUDA build"
-        return Check(
-            "GPUs", "missing", found, "pip install 'epd-conformance[cpu]' in an environment of its own"
-        )
+        return Check("GPUs", "missing", found, "pip install 'epd-conformance[cpu]' in an environment of its own")
     return Check("GPUs", "ok", "none: CPU build is used")
 
 

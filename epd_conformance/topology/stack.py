@@ -431,6 +431,8 @@ def server_environment(device: str, model: ModelUse, cache: Path | None) -> dict
     folder = cache or default_cache()
     environment |= {
         "VLLM_NO_USAGE_STATS": "1",
+        # Routes that reset caches; servers listen on the loopback interface only.
+        "VLLM_SERVER_DEV_MODE": "1",
         "DO_NOT_TRACK": "1",
         # Where vLLM keeps what it learned of an architecture; HOME may be read-only.
         "VLLM_CACHE_ROOT": str(folder / "vllm"),
@@ -448,6 +450,9 @@ def server_environment(device: str, model: ModelUse, cache: Path | None) -> dict
         environment |= {
             # Also spares vLLM's check that a share of all memory is free, which fails beside other servers.
             "VLLM_CPU_KVCACHE_SPACE": "1",
+            # vLLM compiles one small function (v1/sample/ops/logprobs.py counts ranks) even when told to be eager; with
+            # Inductor's C++ backend that costs 15 s at the first request that asks for log-probabilities, and a compiler.
+            "TORCHDYNAMO_DISABLE": "1",
             # One thread makes forking safe, and the sum of floats independent of the number of cores.
             "OMP_NUM_THREADS": "1",
             # By default every server's worker would be bound to the same core.
