@@ -56,6 +56,9 @@ CLIENT_KEEP_ALIVE_S = 30
 # ends in 2 s.
 GRACE_S = 1
 
+# Then they are told that the proxy was stopped; a client that does not even read that is not waited for.
+LAST_WORDS_S = 0.3
+
 
 class ProxyConfig(BaseModel):
     """Where the servers are. `e-pd` has no `prefill`, `p-d` no `encode`; `decode` alone is a plain proxy."""
@@ -275,6 +278,12 @@ class _Chat:
 
     def __init__(self, stages: Stages) -> None:
         self.stages = stages
+        self.open: set[asyncio.Task[Any]] = set()
+
+    async def finish(self) -> None:
+        """Lets the requests that the server has cancelled say so to their clients."""
+        if self.open:
+            await asyncio.wait(self.open, timeout=LAST_WORDS_S)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
@@ -283,6 +292,9 @@ class _Chat:
         except ClientDisconnect:
             return
         exchange = _Exchange(request, self.stages, send)
+        if (task := asyncio.current_task()) is not None:
+            self.open.add(task)
+            task.add_done_callback(self.open.discard)
 
         async def client_gone() -> None:
             while (await receive())["type"] != "http.disconnect":
@@ -315,11 +327,13 @@ def create_app(config: ProxyConfig, stages_factory: Callable[[Upstreams], Stages
     `stages_factory` is `Stages` or a subclass of it.
     """
     upstreams = Upstreams(config.encode, config.prefill, config.decode, config.timeout_s)
+    chat = _Chat(stages_factory(upstreams))
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
         async with upstreams:
             yield
+            await chat.finish()
 
     async def models(request: Request) -> Response:
         request_id = _request_id(request)
@@ -352,7 +366,7 @@ def create_app(config: ProxyConfig, stages_factory: Callable[[Upstreams], Stages
 
     return Starlette(
         routes=[
-            Route(CHAT_PATH, _Chat(stages_factory(upstreams)), methods=["POST"]),
+            Route(CHAT_PATH, chat, methods=["POST"]),
             Route("/v1/models", models, methods=["GET"]),
             Route("/health", health, methods=["GET"]),
         ],
