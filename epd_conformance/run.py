@@ -87,6 +87,7 @@ class Planted:
 
     stages: str | None = None
     recorder: bool = True
+    salted: bool = True
     before_cell: Callable[[LiveSession, PlannedCell], None] | None = None
 
 
@@ -105,6 +106,8 @@ class Run:
         self.subject = subjects.load(options.subject)
         if options.device not in ("cpu", "cuda"):
             raise UsageError(f"no device {options.device!r}: use cpu or cuda")
+        if options.boot not in ("", "fork", "plain"):
+            raise UsageError(f"no way to boot {options.boot!r}: use fork or plain")
         if options.mode is Mode.CERTIFY and (options.cells or options.level is not ConformanceLevel.FULL):
             raise UsageError("--mode certify runs everything: leave out --cell, -k and --level core")
         self.boot = Boot(options.boot or ("fork" if options.device == "cpu" else "plain"))
@@ -115,19 +118,7 @@ class Run:
             features=self.subject.features,
             level=options.level,
         )
-        self.vllm = vllm_info.require()
-        resolved = zoo.resolve(options.model, zoo.default_cache())
-        self.model = ModelUse(
-            name=resolved.name,
-            path=resolved.path_or_id,
-            # float32 on CPU makes the noise floor zero; on GPU the model's own dtype is what people run.
-            dtype=options.dtype or ("float32" if options.device == "cpu" else "auto"),
-            limits=MEDIA_LIMITS,
-            digest=resolved.digest,
-            local=resolved.digest is not None,
-        )
-        self.out = _fresh_folder(options.out, options.subject)
-        self.log = writer.ResultsLog(self.out / writer.RESULTS_NAME)
+        self.label = model_label(options.model)
         self.collected: list[ExpectedCell] = []
         self.planned: dict[str, PlannedCell] = {}
         self.judged = 0
@@ -146,7 +137,7 @@ class Run:
             if (requirement.id, Topology.parse(name).kind) not in self.selection:
                 continue
             for case in cases:
-                axes = ExpectedCell(requirement.id, name, self.model.name.replace("/", "~"), case.name)
+                axes = ExpectedCell(requirement.id, name, self.label, case.name)
                 cell = PlannedCell(cell_id(*_axes(axes)), name, requirement.owner, case)
                 if cell.id not in self.planned:
                     self.collected.append(axes)
@@ -160,6 +151,10 @@ class Run:
         unknown = sorted(set(options.cells) - set(self.planned))
         if unknown:
             raise UsageError(f"no cell {unknown[0]} in this profile; `epd-conformance list --cells` shows them")
+        self.vllm = vllm_info.require()
+        self.model = model_use(options)
+        self.out = fresh_folder(options.out, options.subject)
+        self.log = writer.ResultsLog(self.out / writer.RESULTS_NAME)
         implementation = self.subject.implementation
         self.log.append(
             schema.RunStart(
@@ -227,6 +222,7 @@ class Run:
                 on_floor=self._floor,
                 recorder=self.planted.recorder,
                 stages=self.planted.stages,
+                salted=self.planted.salted,
             )
         return self._session
 
@@ -279,7 +275,7 @@ class Run:
             id=cell.id,
             requirement=requirement_id,
             topology=cell.topology,
-            model=self.model.name.replace("/", "~"),
+            model=self.label,
             case=cell.case.name,
             verdict=judgement.verdict,
             reason=judgement.reason,
@@ -362,7 +358,17 @@ class Run:
             dtype=self.model.dtype,
             flags=self._flags,
             patches=tuple(schema.Patch(**patch) for patch in patches),
-            details={"boot": str(self.boot), "cores": os.cpu_count() or 0, "transformers": _version("transformers")},
+            details={
+                "boot": str(self.boot),
+                "cores": os.cpu_count() or 0,
+                "transformers": _version("transformers"),
+                # What servers get on top of the caller's environment.
+                "serverEnvironment": {
+                    name: value
+                    for name, value in (site.environment if site is not None else {}).items()
+                    if os.environ.get(name) != value
+                },
+            },
         )
 
     def _capture(self, cell: PlannedCell, stack: Stack) -> list[str]:
@@ -387,6 +393,25 @@ class Run:
         return [item.relative_to(self.out).as_posix() for item in (path, *logs)]
 
 
+def model_use(options: Options) -> ModelUse:
+    """The model that `--model` names, built where it is a zoo name. Raises UsageError."""
+    resolved = zoo.resolve(options.model, zoo.default_cache())
+    return ModelUse(
+        name=resolved.name,
+        path=resolved.path_or_id,
+        # float32 on CPU makes the noise floor zero; on GPU the model's own dtype is what people run.
+        dtype=options.dtype or ("float32" if options.device == "cpu" else "auto"),
+        limits=MEDIA_LIMITS,
+        digest=resolved.digest,
+        local=resolved.digest is not None,
+    )
+
+
+def model_label(model: str) -> str:
+    """How a model is called in cell ids: a zoo name as it is, a folder by its last part, a hub id with `~` for its slash."""
+    return Path(model).resolve().name if Path(model).is_dir() else model.replace("/", "~")
+
+
 def _axes(cell: ExpectedCell) -> tuple[str, str, str, str]:
     return cell.requirement, cell.topology, cell.model, cell.case
 
@@ -409,7 +434,7 @@ def _listing(folder: Path) -> list[dict[str, Any]]:
     return found
 
 
-def _fresh_folder(out: Path | None, subject: str) -> Path:
+def fresh_folder(out: Path | None, subject: str) -> Path:
     """The run's folder, new or empty: two runs in one folder would mix their evidence."""
     if out is None:
         name = "".join(letter if letter.isalnum() or letter in "-_." else "-" for letter in subject)

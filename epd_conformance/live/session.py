@@ -73,11 +73,13 @@ class LiveSession:
         on_floor: Callable[[str, NoiseFloor, Sequence[str], Mapping[str, str]], None] = lambda *_: None,
         recorder: bool = True,
         stages: str | None = None,
+        salted: bool = True,
     ) -> None:
         """`cells`: all cells of the run, so that each topology's admitted set is fixed before its first cell.
 
         `on_floor(topology, floor, offered digests, names by digest)` is called when a noise floor was measured. `stages`
-        names another proxy stage class: the negative controls plant proxy defects with it.
+        names another proxy stage class: the negative controls plant proxy defects with it. `salted` False leaves out the
+        `cache_salt` that keeps a prefix cache from answering: the control for that very detector.
         """
         self.site = site
         self.subject = subject
@@ -88,6 +90,7 @@ class LiveSession:
         self.on_floor = on_floor
         self.recorder = recorder
         self.proxy_stages = stages
+        self.salted = salted
         self._stage: Stage | None = None
         self._failed: dict[str, str] = {}
 
@@ -256,7 +259,8 @@ class Runner:
 
     def _send(self, base_url: str, request: Request, **options: Any) -> Answer:
         rid = uuid.uuid4().hex
-        answer = client.send(base_url, request, rid, salt=request.salt or f"cell-{rid}", **options)
+        salt = request.salt or f"cell-{rid}" if self.session.salted else None
+        answer = client.send(base_url, request, rid, salt=salt, **options)
         self.answers.append(answer)
         return answer
 

@@ -119,8 +119,14 @@ def render(report: Report, width: int = WIDTH) -> RenderableType:
     ends."""
     sentences = {item.id: item.sentence for item in report.requirements}
     parts: list[RenderableType] = [verdict_table(report, width), Text()]
+    silent = [cell for cell in not_passed(report) if cell.verdict is Verdict.COULD_NOT_RUN and not cell.message]
     for cell in not_passed(report):
-        parts += [cell_text(cell, sentences[cell.requirement]), Text()]
+        if cell not in silent:
+            parts += [cell_text(cell, sentences[cell.requirement]), Text()]
+    if silent:
+        # One line each would bury what failed; the table shows whose they are, the report lists them.
+        words = f"{Verdict.COULD_NOT_RUN}: {len(silent)} expected cells did not run, which is never a pass"
+        parts += [Text(words, style=STYLES[Verdict.COULD_NOT_RUN]), Text()]
     first, *rest = summary_lines(report)
     parts.append(Text(first, style=OUTCOME_STYLES[report.certified_outcome]))
     parts += [Text(line) for line in rest]

@@ -1,0 +1,78 @@
+"""Broken EC connectors, each one small change away from right. Loaded by vLLM inside its servers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from epd_conformance.connectors.verified_store import VerifiedStoreConnector
+
+
+class OffConnector(VerifiedStoreConnector):
+    """Never saves and never finds anything: what a connector that is switched off looks like."""
+
+    def has_cache_item(self, identifier: str) -> bool:
+        return False
+
+    def save_caches(self, encoder_cache: Any, mm_hash: str, **kwargs: Any) -> None:
+        return
+
+
+class OtherRowsConnector(VerifiedStoreConnector):
+    """Gives an item the rows of the item that was loaded before it, where both have the same shape."""
+
+    _last: Any = None
+
+    def start_load_caches(self, encoder_cache: Any, **kwargs: Any) -> None:
+        before = set(encoder_cache)
+        super().start_load_caches(encoder_cache, **kwargs)
+        for key in [key for key in encoder_cache if key not in before]:
+            mine = encoder_cache[key]
+            if self._last is not None and self._last.shape == mine.shape:
+                encoder_cache[key] = self._last.clone()
+            self._last = mine
+
+
+class InventingConnector(VerifiedStoreConnector):
+    """Says that it has whatever nobody saved, and gives zeros for it."""
+
+    def has_cache_item(self, identifier: str) -> bool:
+        return self.is_consumer
+
+    def update_state_after_alloc(self, request: Any, index: int) -> None:
+        feature = request.mm_features[index]
+        self._invented = [
+            *getattr(self, "_invented", []),
+            (feature.identifier, request.get_num_encoder_embeds(index)),
+        ]
+
+    def build_connector_meta(self, scheduler_output: Any) -> Any:
+        meta = super().build_connector_meta(scheduler_output)
+        meta.invented, self._invented = getattr(self, "_invented", []), []
+        return meta
+
+    def start_load_caches(self, encoder_cache: Any, **kwargs: Any) -> None:
+        import torch
+
+        for key, rows in self._get_connector_metadata().invented:
+            if key not in encoder_cache:
+                encoder_cache[key] = torch.zeros(rows, 128)
+
+
+class CastingConnector(VerifiedStoreConnector):
+    """Loads what was saved, through bfloat16 and back: tokens mostly stay, bytes do not."""
+
+    def start_load_caches(self, encoder_cache: Any, **kwargs: Any) -> None:
+        import torch
+
+        before = set(encoder_cache)
+        super().start_load_caches(encoder_cache, **kwargs)
+        for key in [key for key in encoder_cache if key not in before]:
+            encoder_cache[key] = encoder_cache[key].to(torch.bfloat16).to(torch.float32)
+
+
+class RaisingConnector(VerifiedStoreConnector):
+    """Raises when it should load: the engine dies."""
+
+    def start_load_caches(self, encoder_cache: Any, **kwargs: Any) -> None:
+        if self._get_connector_metadata().loads:
+            raise RuntimeError("planted: the load fails")
