@@ -242,10 +242,13 @@ class Run:
             artifacts.append(write_evidence(self.out, evidence).relative_to(self.out).as_posix())
             if judgement.verdict is not Verdict.PASS:
                 artifacts += self._capture(cell, stage.stack)
-        except StackError as error:
+        except (StackError, UsageError) as error:
+            usage = isinstance(error, UsageError)
+            if usage and not self.judged:
+                raise
             judgement = Judgement(
                 Verdict.ERROR,
-                reason="stack",
+                reason="usage" if usage else "stack",
                 expected="the servers of this topology come up and stay up",
                 observed=str(error),
             )

@@ -7,15 +7,19 @@ wrapped one, since a name in vLLM's EC registry wins over the module path (ec_co
 in that registry the module part is empty.
 
 All wrappers take `*args, **kwargs`, since call forms differ between releases and runners, and never change an argument, a
-result or an exception: they look, write, and pass on. What a server encodes is read from `scheduled_encoder_inputs` in
-`build_connector_meta`, which holds on runner V1 and V2 alike (`save_caches` shows local encodes on V1 only).
+result or an exception: they look, write, and pass on. What the recorder itself does not understand or cannot write never
+reaches the engine; it becomes a `lost` line, and a cell with one cannot pass. What a server encodes is read from
+`scheduled_encoder_inputs` in `build_connector_meta`, which holds on runner V1 and V2 alike (`save_caches` shows local encodes
+on V1 only).
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import time
-from collections.abc import Iterable
+import weakref
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import blake3
@@ -70,13 +74,16 @@ def _items(features: Iterable[Any]) -> list[dict[str, Any]]:
     ]
 
 
-class _ECRecorder:
-    """The mixin that goes before the wrapped EC connector in the method resolution order."""
+class _Recorder:
+    """The mixin that goes before the wrapped connector in the method resolution order; the hooks are added to the class."""
+
+    _epd_wrapped: type
+    _epd_prefix = ""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        config = kwargs.get("vllm_config", args[0] if args else None)
-        role = kwargs.get("role", args[1] if len(args) > 1 else None)
-        self._epd_journal = JournalWriter(str(getattr(role, "name", role)).lower())
+        config = _argument(args, kwargs, 0, "vllm_config")
+        role = _argument(args, kwargs, 1, "role")
+        self._epd_journal = JournalWriter(self._epd_prefix + str(getattr(role, "name", role)).lower())
         self._epd_seen: dict[str, list[str]] = {}  # request id -> identifiers in prompt order
         self._epd_request: str | None = None
         self._epd_lookups: dict[str, bool] = {}
@@ -84,21 +91,26 @@ class _ECRecorder:
         try:
             super().__init__(*args, **kwargs)
         except BaseException as error:
-            self._epd_journal.write("raise", hook="__init__", error=repr(error))
+            self._epd_journal.write("raise", hook="__init__", error=repr(error)[:2000])
             raise
-        wrapped = type(self).__mro__[2]
-        transfer = config.ec_transfer_config  # type: ignore[union-attr]
-        cache = config.cache_config  # type: ignore[union-attr]
-        self._epd_journal.write(
-            "init",
-            connector=f"{wrapped.__module__}.{wrapped.__qualname__}",
-            ec_role=transfer.ec_role,
-            engine=transfer.engine_id,
-            blocks=getattr(cache, "num_gpu_blocks", None),
-            block_size=getattr(cache, "block_size", None),
-        )
+        with self._epd_look("__init__"):
+            wrapped = self._epd_wrapped
+            self._epd_journal.write(
+                "init", connector=f"{wrapped.__module__}.{wrapped.__qualname__}", **self._epd_about(config)
+            )
 
-    def _epd_call(self, hook: str, *args: Any, **kwargs: Any) -> Any:
+    def _epd_about(self, config: Any) -> dict[str, Any]:
+        raise NotImplementedError
+
+    @contextlib.contextmanager
+    def _epd_look(self, hook: str) -> Iterator[None]:
+        """Around everything that only looks: what it does not understand is said in the journal, never to the engine."""
+        try:
+            yield
+        except Exception as error:
+            self._epd_journal.write("lost", hook=hook, error=repr(error)[:2000])
+
+    def _epd_call(self, hook: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the wrapped hook; an exception is written down and goes on its way."""
         try:
             return getattr(super(), hook)(*args, **kwargs)
@@ -106,224 +118,264 @@ class _ECRecorder:
             self._epd_journal.write("raise", hook=hook, error=repr(error)[:2000])
             raise
 
-    def _epd_remember(self, request_id: str, features: Iterable[Any]) -> list[dict[str, Any]]:
+
+class _ECRecorder(_Recorder):
+    """Recorder of an EC connector."""
+
+    def _epd_about(self, config: Any) -> dict[str, Any]:
+        transfer, cache = config.ec_transfer_config, config.cache_config
+        return {
+            "ec_role": transfer.ec_role,
+            "engine": transfer.engine_id,
+            "blocks": getattr(cache, "num_gpu_blocks", None),
+            "block_size": getattr(cache, "block_size", None),
+        }
+
+    def _epd_see(self, request_id: str, features: Iterable[Any], prompt: int) -> None:
+        if request_id in self._epd_seen:
+            return
         items = _items(features)
         self._epd_seen[request_id] = [item["id"] for item in items]
-        return items
+        self._epd_journal.write("request", req=request_id, items=items, prompt=prompt)
 
-    def _epd_see(self, request: Any) -> None:
-        if request.request_id in self._epd_seen:
-            return
-        items = self._epd_remember(request.request_id, request.mm_features)
-        self._epd_journal.write(
-            "request",
-            req=request.request_id,
-            items=items,
-            prompt=request.num_prompt_tokens,
-        )
+
+class _ECHooks:
+    """The hooks of an EC connector that are recorded, as functions: a wrapper gets those that the wrapped class has."""
 
     # -- scheduler side ------------------------------------------------------------------------------------------------
 
-    def ensure_cache_available(self, *args: Any, **kwargs: Any) -> Any:
-        request = kwargs.get("request", args[0] if args else None)
-        self._epd_see(request)
-        self._epd_request = request.request_id  # type: ignore[union-attr]
-        ready = self._epd_call("ensure_cache_available", *args, **kwargs)
+    def ensure_cache_available(self: Any, *args: Any, **kwargs: Any) -> Any:
+        request = _argument(args, kwargs, 0, "request")
+        with self._epd_look("ensure_cache_available"):
+            self._epd_see(request.request_id, request.mm_features, request.num_prompt_tokens)
+            self._epd_request = request.request_id
+        ready = self._epd_call("ensure_cache_available", args, kwargs)
         if not ready:
             self._epd_journal.write("defer", req=self._epd_request)
         return ready
 
-    def has_cache_item(self, *args: Any, **kwargs: Any) -> Any:
-        identifier = kwargs.get("identifier", args[0] if args else None)
-        found = self._epd_call("has_cache_item", *args, **kwargs)
-        self._epd_lookups[str(identifier)] = bool(found)
-        self._epd_journal.write("lookup", req=self._epd_request, id=identifier, found=bool(found))
+    def has_cache_item(self: Any, *args: Any, **kwargs: Any) -> Any:
+        identifier = _argument(args, kwargs, 0, "identifier")
+        found = self._epd_call("has_cache_item", args, kwargs)
+        with self._epd_look("has_cache_item"):
+            self._epd_lookups[identifier] = bool(found)
+            self._epd_journal.write("lookup", req=self._epd_request, id=identifier, found=bool(found))
         return found
 
-    def update_state_after_alloc(self, *args: Any, **kwargs: Any) -> Any:
-        request = kwargs.get("request", args[0] if args else None)
-        index = kwargs.get("index", args[1] if len(args) > 1 else None)
-        identifier = request.mm_features[index].identifier  # type: ignore[union-attr]
-        self._epd_allocated.append((request.request_id, identifier))  # type: ignore[union-attr]
-        return self._epd_call("update_state_after_alloc", *args, **kwargs)
+    def update_state_after_alloc(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with self._epd_look("update_state_after_alloc"):
+            request = _argument(args, kwargs, 0, "request")
+            index = _argument(args, kwargs, 1, "index")
+            self._epd_allocated.append((request.request_id, request.mm_features[index].identifier))
+        return self._epd_call("update_state_after_alloc", args, kwargs)
 
-    def build_connector_meta(self, *args: Any, **kwargs: Any) -> Any:
-        output = kwargs.get("scheduler_output", args[0] if args else None)
-        new = output.scheduled_new_reqs  # type: ignore[union-attr]
-        for request in new:
-            if request.req_id not in self._epd_seen:
-                items = self._epd_remember(request.req_id, request.mm_features)
+    def build_connector_meta(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with self._epd_look("build_connector_meta"):
+            output = _argument(args, kwargs, 0, "scheduler_output")
+            new = output.scheduled_new_reqs
+            for request in new:
+                self._epd_see(request.req_id, request.mm_features, len(request.prompt_token_ids or ()))
+            encode = {
+                req: [self._epd_seen[req][index] for index in indices]
+                for req, indices in output.scheduled_encoder_inputs.items()
+            }
+            freed = list(output.free_encoder_mm_hashes)
+            if new or encode or freed or self._epd_allocated:
                 self._epd_journal.write(
-                    "request",
-                    req=request.req_id,
-                    items=items,
-                    prompt=len(request.prompt_token_ids or ()),
+                    "step",
+                    new=[
+                        {
+                            "req": request.req_id,
+                            "computed": request.num_computed_tokens,
+                            "prompt": len(request.prompt_token_ids or ()),
+                        }
+                        for request in new
+                    ],
+                    encode=encode,
+                    allocated=[
+                        {"req": req, "id": identifier, "external": self._epd_lookups.get(identifier, False)}
+                        for req, identifier in self._epd_allocated
+                    ],
+                    free=freed,
                 )
-        encode = {
-            req: [self._epd_seen[req][index] for index in indices]
-            for req, indices in output.scheduled_encoder_inputs.items()  # type: ignore[union-attr]
-        }
-        freed = list(output.free_encoder_mm_hashes)  # type: ignore[union-attr]
-        if new or encode or freed or self._epd_allocated:
-            self._epd_journal.write(
-                "step",
-                new=[
-                    {
-                        "req": request.req_id,
-                        "computed": request.num_computed_tokens,
-                        "prompt": len(request.prompt_token_ids or ()),
-                    }
-                    for request in new
-                ],
-                encode=encode,
-                allocated=[
-                    {"req": req, "id": identifier, "external": self._epd_lookups.get(identifier, False)}
-                    for req, identifier in self._epd_allocated
-                ],
-                free=freed,
-            )
-        self._epd_allocated = []
-        self._epd_lookups = {}
-        return self._epd_call("build_connector_meta", *args, **kwargs)
+        self._epd_allocated.clear()
+        self._epd_lookups.clear()
+        return self._epd_call("build_connector_meta", args, kwargs)
 
-    def take_unavailable_requests(self, *args: Any, **kwargs: Any) -> Any:
-        named = self._epd_call("take_unavailable_requests", *args, **kwargs)
-        if named:
-            self._epd_journal.write("unavailable", reqs=sorted(named))
+    def take_unavailable_requests(self: Any, *args: Any, **kwargs: Any) -> Any:
+        named = self._epd_call("take_unavailable_requests", args, kwargs)
+        with self._epd_look("take_unavailable_requests"):
+            if named:
+                self._epd_journal.write("unavailable", reqs=sorted(named))
         return named
 
-    def request_finished(self, *args: Any, **kwargs: Any) -> Any:
-        request = kwargs.get("request", args[0] if args else None)
-        result = self._epd_call("request_finished", *args, **kwargs)
-        self._epd_seen.pop(request.request_id, None)  # type: ignore[union-attr]
-        self._epd_journal.write("finished", req=request.request_id, delayed=bool(result[0]))  # type: ignore[union-attr]
+    def request_finished(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = self._epd_call("request_finished", args, kwargs)
+        with self._epd_look("request_finished"):
+            request = _argument(args, kwargs, 0, "request")
+            self._epd_seen.pop(request.request_id, None)
+            self._epd_journal.write("finished", req=request.request_id, delayed=bool(result[0]))
         return result
 
     # -- worker side ---------------------------------------------------------------------------------------------------
 
-    def start_load_caches(self, *args: Any, **kwargs: Any) -> Any:
-        cache = kwargs.get("encoder_cache", args[0] if args else {})
-        before = {key: id(value) for key, value in cache.items()}
+    def start_load_caches(self: Any, *args: Any, **kwargs: Any) -> Any:
+        cache = _argument(args, kwargs, 0, "encoder_cache")
+        before: dict[str, Any] = {}
+        with self._epd_look("start_load_caches"):
+            # Weak, so that nothing lives longer; not the address, which a new tensor may take over.
+            before = {key: weakref.ref(value) for key, value in list(cache.items())}
         began = time.perf_counter()
-        result = self._epd_call("start_load_caches", *args, **kwargs)
+        result = self._epd_call("start_load_caches", args, kwargs)
         took = time.perf_counter() - began
-        for key, tensor in cache.items():
-            if before.get(key) != id(tensor):
-                self._epd_journal.write("load", id=key, seconds=took, **describe(tensor))
+        with self._epd_look("start_load_caches"):
+            for key, tensor in list(cache.items()):
+                if key not in before or before[key]() is not tensor:
+                    self._epd_journal.write("load", id=key, seconds=took, **describe(tensor))
         return result
 
-    def save_caches(self, *args: Any, **kwargs: Any) -> Any:
-        cache = kwargs.get("encoder_cache", args[0] if args else {})
-        key = kwargs.get("mm_hash", args[1] if len(args) > 1 else None)
-        form = describe(cache[key])
+    def save_caches(self: Any, *args: Any, **kwargs: Any) -> Any:
+        form = None
+        with self._epd_look("save_caches"):
+            key = _argument(args, kwargs, 1, "mm_hash")
+            form = {"id": key, **describe(_argument(args, kwargs, 0, "encoder_cache")[key])}
         began = time.perf_counter()
-        result = self._epd_call("save_caches", *args, **kwargs)
-        # A consumer is called too on runner V1, after an encode of its own; only a producer's call is a save.
-        event = "save" if self.is_producer else "encoded"  # type: ignore[attr-defined]
-        self._epd_journal.write(event, id=key, seconds=time.perf_counter() - began, **form)
+        result = self._epd_call("save_caches", args, kwargs)
+        took = time.perf_counter() - began
+        with self._epd_look("save_caches"):
+            # A consumer is called too on runner V1, after an encode of its own; only a producer's call is a save.
+            event = "save" if self.is_producer else "encoded"
+            if form is not None:
+                self._epd_journal.write(event, seconds=took, **form)
         return result
 
-    def shutdown(self, *args: Any, **kwargs: Any) -> Any:
+    def shutdown(self: Any, *args: Any, **kwargs: Any) -> Any:
         self._epd_journal.write("shutdown")
-        return self._epd_call("shutdown", *args, **kwargs)
+        return self._epd_call("shutdown", args, kwargs)
 
 
-class _KVRecorder:
-    """The mixin that goes before the wrapped KV connector: what the decode side took from outside, for each request."""
+class _KVRecorder(_Recorder):
+    """Recorder of a KV connector: what the decode side took from outside, for each request."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        config = kwargs.get("vllm_config", args[0] if args else None)
-        role = kwargs.get("role", args[1] if len(args) > 1 else None)
-        self._epd_journal = JournalWriter("kv-" + str(getattr(role, "name", role)).lower())
-        super().__init__(*args, **kwargs)
-        wrapped = type(self).__mro__[2]
-        transfer = config.kv_transfer_config  # type: ignore[union-attr]
-        self._epd_journal.write(
-            "init",
-            connector=f"{wrapped.__module__}.{wrapped.__qualname__}",
-            kv_role=transfer.kv_role,
-            engine=transfer.engine_id,
-            block_size=config.cache_config.block_size,  # type: ignore[union-attr]
-        )
+    _epd_prefix = "kv-"
 
-    def get_num_new_matched_tokens(self, *args: Any, **kwargs: Any) -> Any:
-        request = kwargs.get("request", args[0] if args else None)
-        result = super().get_num_new_matched_tokens(*args, **kwargs)  # type: ignore[misc]
-        self._epd_journal.write(
-            "kv-match",
-            req=request.request_id,  # type: ignore[union-attr]
-            tokens=result[0],
-            prompt=request.num_prompt_tokens,  # type: ignore[union-attr]
-        )
-        return result
+    def _epd_about(self, config: Any) -> dict[str, Any]:
+        transfer = config.kv_transfer_config
+        return {
+            "kv_role": transfer.kv_role,
+            "engine": transfer.engine_id,
+            "block_size": config.cache_config.block_size,
+        }
 
-    def update_state_after_alloc(self, *args: Any, **kwargs: Any) -> Any:
-        request = kwargs.get("request", args[0] if args else None)
-        tokens = kwargs.get("num_external_tokens", args[2] if len(args) > 2 else None)
-        if tokens:
-            self._epd_journal.write("kv-take", req=request.request_id, tokens=tokens)  # type: ignore[union-attr]
-        return super().update_state_after_alloc(*args, **kwargs)  # type: ignore[misc]
 
-    def build_connector_meta(self, *args: Any, **kwargs: Any) -> Any:
-        # A decode server has no EC connector, so what it encodes is seen here.
-        output = kwargs.get("scheduler_output", args[0] if args else None)
-        for request in output.scheduled_new_reqs:  # type: ignore[union-attr]
+class _KVHooks:
+    """The hooks of a KV connector that are recorded, as functions."""
+
+    def get_num_new_matched_tokens(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = self._epd_call("get_num_new_matched_tokens", args, kwargs)
+        with self._epd_look("get_num_new_matched_tokens"):
+            request = _argument(args, kwargs, 0, "request")
             self._epd_journal.write(
-                "kv-new",
-                req=request.req_id,
-                computed=request.num_computed_tokens,
-                prompt=len(request.prompt_token_ids or ()),
-                items=_items(request.mm_features),
+                "kv-match", req=request.request_id, tokens=result[0], prompt=request.num_prompt_tokens
             )
-        encode = {req: list(indices) for req, indices in output.scheduled_encoder_inputs.items()}  # type: ignore[union-attr]
-        if encode:
-            self._epd_journal.write("kv-encode", encode=encode)
-        return super().build_connector_meta(*args, **kwargs)  # type: ignore[misc]
-
-    def start_load_kv(self, *args: Any, **kwargs: Any) -> Any:
-        result = super().start_load_kv(*args, **kwargs)  # type: ignore[misc]
-        # vLLM's file connector says in its metadata what it has just injected; others report by get_finished.
-        metadata = self._connector_metadata  # type: ignore[attr-defined]
-        for entry in getattr(metadata, "requests", None) or ():
-            if getattr(entry, "is_store", None) is False:
-                self._epd_journal.write("kv-injected", tokens=len(entry.slot_mapping))
         return result
+
+    def update_state_after_alloc(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with self._epd_look("update_state_after_alloc"):
+            tokens = _argument(args, kwargs, 2, "num_external_tokens")
+            if tokens:
+                request = _argument(args, kwargs, 0, "request")
+                self._epd_journal.write("kv-take", req=request.request_id, tokens=tokens)
+        return self._epd_call("update_state_after_alloc", args, kwargs)
+
+    def build_connector_meta(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # A decode server has no EC connector, so what it encodes is seen here.
+        with self._epd_look("build_connector_meta"):
+            output = _argument(args, kwargs, 0, "scheduler_output")
+            for request in output.scheduled_new_reqs:
+                self._epd_journal.write(
+                    "kv-new",
+                    req=request.req_id,
+                    computed=request.num_computed_tokens,
+                    prompt=len(request.prompt_token_ids or ()),
+                    items=_items(request.mm_features),
+                )
+            encode = {req: list(indices) for req, indices in output.scheduled_encoder_inputs.items()}
+            if encode:
+                self._epd_journal.write("kv-encode", encode=encode)
+        return self._epd_call("build_connector_meta", args, kwargs)
+
+    def start_load_kv(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = self._epd_call("start_load_kv", args, kwargs)
+        with self._epd_look("start_load_kv"):
+            # vLLM's file connector says in its metadata what it has just injected; others report by get_finished.
+            for entry in getattr(self._connector_metadata, "requests", None) or ():
+                if getattr(entry, "is_store", None) is False:
+                    self._epd_journal.write("kv-injected", tokens=len(entry.slot_mapping))
+        return result
+
+
+def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], position: int, name: str) -> Any:
+    """An argument of a hook, given by place or by name; None where the call has another form."""
+    return kwargs[name] if name in kwargs else args[position] if len(args) > position else None
+
+
+def _hooks(source: type, wrapped: type) -> dict[str, Any]:
+    """The recorded hooks that the wrapped class has itself.
+
+    One that it lacks (an older vLLM) or left abstract stays so: with the recorder, a connector must not be able to do more
+    than without.
+    """
+    return {
+        name: hook
+        for name, hook in vars(source).items()
+        if not name.startswith("_")
+        and hasattr(wrapped, name)
+        and not getattr(getattr(wrapped, name), "__isabstractmethod__", False)
+    }
 
 
 _made: dict[str, type] = {}
 
 
 def __getattr__(name: str) -> type:
-    """Make, once, the recording class that `name` asks for: `Recording:<module>:<Class>` or `RecordingKV:…`."""
+    """Make, once, the recording class that `name` asks for: `Recording:<module>:<Class>` or `RecordingKV:…`.
+
+    Raises AttributeError for a name of another form or an unknown class, ImportError for a module that does not import.
+    """
     if name in _made:
         return _made[name]
-    if name.startswith(KV_PREFIX):
-        module, _, connector = name.removeprefix(KV_PREFIX).partition(":")
-        mixin: type = _KVRecorder
-        wrapped = getattr(importlib.import_module(module), connector) if module else _registered_kv(connector)
-    elif name.startswith(EC_PREFIX):
-        module, _, connector = name.removeprefix(EC_PREFIX).partition(":")
-        mixin = _ECRecorder
-        wrapped = getattr(importlib.import_module(module), connector) if module else _registered_ec(connector)
-    else:
+    kind, prefix, rest = name.partition(":")
+    module, separator, connector = rest.partition(":")
+    if kind + prefix not in (EC_PREFIX, KV_PREFIX) or not separator or not connector:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    made = type(f"Recording{wrapped.__name__}", (mixin, wrapped), {"__module__": __name__})
-    _made[name] = made
-    return made
+    ec = kind + prefix == EC_PREFIX
+    if module:
+        wrapped = getattr(importlib.import_module(module), connector)
+    else:
+        wrapped = _registered_ec(connector) if ec else _registered_kv(connector)
+    if not isinstance(wrapped, type):
+        raise AttributeError(f"module {module!r} has no class {connector!r}: that is a {type(wrapped).__name__}")
+    mixin, hooks = (_ECRecorder, _ECHooks) if ec else (_KVRecorder, _KVHooks)
+    content = {"__module__": __name__, "_epd_wrapped": wrapped, **_hooks(hooks, wrapped)}
+    _made[name] = type(f"Recording{wrapped.__name__}", (mixin, wrapped), content)
+    return _made[name]
 
 
 def _registered_ec(connector: str) -> Any:
     from vllm.distributed.ec_transfer.ec_connector.factory import ECConnectorFactory
 
-    if connector not in ECConnectorFactory._registry:
-        known = ", ".join(sorted(ECConnectorFactory._registry))
-        raise AttributeError(
-            f"vLLM has no EC connector {connector!r}; it has {known}; others need ec_connector_module_path"
-        )
-    return ECConnectorFactory._registry[connector]()
+    return _registered("EC", "ec_connector_module_path", connector, ECConnectorFactory._registry)
 
 
 def _registered_kv(connector: str) -> Any:
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-    return KVConnectorFactory.get_connector_class_by_name(connector)
+    return _registered("KV", "kv_connector_module_path", connector, KVConnectorFactory._registry)
+
+
+def _registered(kind: str, option: str, connector: str, registry: dict[str, Any]) -> Any:
+    if connector not in registry:
+        known = ", ".join(sorted(registry))
+        raise AttributeError(f"vLLM has no {kind} connector {connector!r}; it has {known}; others need {option}")
+    return registry[connector]()

@@ -15,7 +15,7 @@ from epd_conformance.oracle import noise, transport
 from epd_conformance.oracle.answers import Answer
 from epd_conformance.oracle.noise import NoiseFloor
 from epd_conformance.oracle.transport import Roles
-from epd_conformance.plans.plan import Draw, Request, lengthen
+from epd_conformance.plans.plan import Draw, Plan, Request, lengthen
 from epd_conformance.topology.spec import Role
 from epd_conformance.topology.stack import Stack
 
@@ -59,11 +59,27 @@ def settle(request: Request, ask: Callable[[Request], Answer], block: int) -> Re
 
     The length depends on the tokenizer, so it is asked for. Raises RuntimeError when lengthening changes nothing.
     """
-    for _ in range(LENGTHENINGS):
-        answer = ask(request)
+    return lengthen(request, _lengthenings(request, ask, block))
+
+
+def settle_plan(plan: Plan, ask: Callable[[Request], Answer], block: int) -> Plan:
+    """The plan with each request settled, and its contrasts lengthened as far.
+
+    A contrast that kept its length would differ from its request in the text as well: the power check would always find a
+    difference, and show nothing about the items.
+    """
+    counts = [_lengthenings(request, ask, block) for request in plan.requests]
+    return Plan(
+        tuple(lengthen(request, count) for request, count in zip(plan.requests, counts, strict=True)),
+        tuple(lengthen(contrast, counts[i % len(counts)]) for i, contrast in enumerate(plan.contrasts)),
+    )
+
+
+def _lengthenings(request: Request, ask: Callable[[Request], Answer], block: int) -> int:
+    for count in range(LENGTHENINGS + 1):
+        answer = ask(lengthen(request, count))
         if answer.status != 200 or transport.kv_servable(len(answer.prompt_ids), block):
-            return request
-        request = lengthen(request)
+            return count
     raise RuntimeError(f"request {request.label!r}: its prompt length does not change with its text")
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import requests as http
 
-from epd_conformance.errors import StackError
+from epd_conformance.errors import StackError, UsageError
 from epd_conformance.live import baseline, client
 from epd_conformance.live.baseline import Baselines
 from epd_conformance.live.case import Case, plan_of
@@ -92,24 +92,25 @@ class LiveSession:
         self.proxy_stages = stages
         self.salted = salted
         self._stage: Stage | None = None
-        self._failed: dict[str, str] = {}
+        self._failed: dict[str, StackError | UsageError] = {}
 
     # -- stages --------------------------------------------------------------------------------------------------------
 
     def stage(self, topology: str) -> Stage:
         """The running stage of a topology; the first call boots it and ends the one before.
 
-        Raises StackError (again for every cell of a topology whose stage did not come up).
+        Raises StackError, or UsageError where the cause is what was asked for; again, at once, for every cell of a topology
+        whose stage did not come up.
         """
         if self._stage is not None and self._stage.topology.name == topology:
             return self._stage
         if topology in self._failed:
-            raise StackError(self._failed[topology])
+            raise self._failed[topology]
         self.end_stage()
         try:
             self._stage = self._boot(Topology.parse(topology))
-        except StackError as error:
-            self._failed[topology] = str(error)
+        except (StackError, UsageError) as error:
+            self._failed[topology] = error
             raise
         return self._stage
 

@@ -6,13 +6,15 @@ from it; so whoever has the evidence can compute the verdict again and need not 
 
 from __future__ import annotations
 
+import json
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from epd_conformance.oracle import tokens, transport
-from epd_conformance.oracle.answers import Answer
-from epd_conformance.oracle.noise import MARGIN_FACTOR
+from epd_conformance.oracle.answers import NO_IDS, Answer
+from epd_conformance.oracle.noise import MARGIN_FACTOR, unusable
 from epd_conformance.oracle.transport import KVTransfer, Roles, Transport, leg_of
 from epd_conformance.plans.plan import Plan
 from epd_conformance.report.failure import Divergence
@@ -109,7 +111,12 @@ class CellEvidence:
 
     def transport(self, index: int) -> Transport:
         """Proof of transport of one request of the plan."""
-        return transport.transport(*self.events(index), self.answers[index].request_id, self.roles)
+        proof = transport.transport(*self.events(index), self.answers[index].request_id, self.roles)
+        wanted = len(self.plan.requests[index].images)
+        if proof.problem is None and len(proof.items) != wanted:
+            problem = f"item-missing: the consumer saw {len(proof.items)} of the request's {wanted} items"
+            return replace(proof, problem=problem, digests_equal=None if proof.digests_equal else proof.digests_equal)
+        return proof
 
     def kv(self, index: int) -> KVTransfer | None:
         """Proof of KV of one request; None in a topology without a decode server."""
@@ -140,15 +147,17 @@ Judge = Callable[[CellEvidence], Judgement]
 def judge(evidence: CellEvidence) -> Judgement:
     """The verdict of a cell, from its evidence alone. Raises KeyError for a judge that this version does not know."""
     verdict = JUDGES[evidence.judge]
-    if (early := _unanswered(evidence)) is not None:
-        return early
-    return verdict(evidence)
+    early = _deaths(evidence) or _incomplete(evidence)
+    return early if early is not None else _seen_whole(evidence, verdict(evidence))
 
 
-def _unanswered(cell: CellEvidence) -> Judgement | None:
-    """Deaths come before everything else: after one, no answer means what it seems to mean."""
-    for death in cell.deaths:
-        outside = death.get("status") in (-9, -15)
+def _deaths(cell: CellEvidence) -> Judgement | None:
+    """Deaths come before everything else: after one, no answer means what it seems to mean.
+
+    One kill from outside explains the other deaths, so it goes first.
+    """
+    outside = [death for death in cell.deaths if death.get("status") in (-9, -15)]
+    for death in (*outside, *cell.deaths):
         return Judgement(
             Verdict.ERROR if outside else Verdict.FAIL,
             reason="killed-from-outside" if outside else "server-died",
@@ -156,13 +165,80 @@ def _unanswered(cell: CellEvidence) -> Judgement | None:
             expected="every server lives through the cell",
             observed=f"{death['name']} ended with {death.get('status')}\n{death.get('text', '')}",
             causes=("something outside the run killed it, or the kernel for want of memory",) if outside else (),
+            blame=None if outside else _other(cell, _killer(cell, str(death["name"]))),
         )
     return None
 
 
+def _killer(cell: CellEvidence, name: str) -> Owner:
+    """Who a death points at; `name` is `<stack>.<server>`, as processes are called."""
+    server = name.rpartition(".")[2]
+    if server in ("proxy", "bypass"):
+        return Owner.PROXY
+    if any(
+        event["ev"] == "raise" and event["server"] == server and not event["side"].startswith("kv-")
+        for event in cell.during
+    ):
+        return Owner.CONNECTOR
+    # A server must outlive whatever a proxy sends.
+    return Owner.ENGINE if cell.owner is Owner.PROXY else cell.owner
+
+
+def _other(cell: CellEvidence, owner: Owner) -> Owner | None:
+    """`Judgement.blame`: None where a failure points at the requirement's owner."""
+    return None if owner is cell.owner else owner
+
+
+# How many requests a judge needs, where not one; those that need none send theirs themselves and keep facts instead.
+_LEAST = {"warm": 2, "both": 2, "constructed": 0, "encode-only": 0}
+
+
+def _incomplete(cell: CellEvidence) -> Judgement | None:
+    """A judge looks at all answers; it must not pass because some, or all, were never asked for."""
+    least = _LEAST.get(cell.judge, 1)
+    asked = [request.label for request in cell.plan.requests]
+    answered = [answer.label for answer in cell.answers]
+    if least and (len(asked) < least or asked != answered):
+        return Judgement(
+            Verdict.ERROR,
+            reason="incomplete-evidence",
+            expected=f"an answer to each request of the plan, at least {least}: {asked}",
+            observed=f"answers to {answered}",
+        )
+    return None
+
+
+def _seen_whole(cell: CellEvidence, judgement: Judgement) -> Judgement:
+    """Where journal lines were lost, neither a pass nor a failure that rests on counting lines stands.
+
+    Wrong bytes, wrong ids and wrong statuses do: a lost line does not undo them.
+    """
+    lost = [event for event in cell.during if event["ev"] == "lost"]
+    if not lost or (judgement.verdict is not Verdict.PASS and judgement.rung != "counters"):
+        return judgement
+    return replace(
+        judgement,
+        verdict=Verdict.INCONCLUSIVE,
+        reason="journal-lost",
+        rung=None,
+        expected="every journal line of the cell",
+        observed=f"{lost[0]['server']} ({lost[0]['side']}) lost lines: {lost[0].get('error', '')}",
+        causes=("the disk is full, the run's folder was touched, or the recorder met a form that it does not know",),
+        blame=None,
+    )
+
+
 def _bad_status(cell: CellEvidence, index: int) -> Judgement | None:
     answer = cell.answers[index]
+    arms = cell.baseline.get(cell.plan.requests[index].digest(), {})
     if answer.status != 200:
+        for arm, base in arms.items():
+            if base.status == answer.status:
+                return _inconclusive(
+                    "not-admitted",
+                    f"the {arm} server answers request {answer.label!r}",
+                    f"status {base.status} from both: {base.error or base.body or ''}"[:2000],
+                )
         return Judgement(
             Verdict.FAIL,
             reason="request-failed",
@@ -170,7 +246,7 @@ def _bad_status(cell: CellEvidence, index: int) -> Judgement | None:
             expected=f"request {answer.label!r} is answered with 200",
             observed=f"status {answer.status}: {answer.error or answer.body or ''}"[:2000],
         )
-    if answer.error:
+    if answer.error == NO_IDS:
         return Judgement(
             Verdict.ERROR,
             reason="no-ids",
@@ -178,7 +254,19 @@ def _bad_status(cell: CellEvidence, index: int) -> Judgement | None:
             observed=answer.error,
             causes=("the server does not know `return_token_ids`, or the proxy dropped it",),
         )
+    if answer.error or not answer.ids or not answer.prompt_ids:
+        return Judgement(
+            Verdict.FAIL,
+            reason="request-failed",
+            rung="status",
+            expected=f"request {answer.label!r} is answered whole: a completion, a stream up to its end",
+            observed=answer.error or "a 200 without a single token",
+        )
     return None
+
+
+def _inconclusive(reason: str, expected: str, observed: str) -> Judgement:
+    return Judgement(Verdict.INCONCLUSIVE, reason=reason, expected=expected, observed=observed)
 
 
 def _wrong_tokens(
@@ -186,11 +274,10 @@ def _wrong_tokens(
 ) -> Judgement | None:
     """Compare one answer with every arm of its baseline: ids, then log-probabilities within the noise floor."""
     request, answer = cell.plan.requests[index], cell.answers[index]
-    arms = cell.baseline.get(request.digest(), {})
-    for arm, base in arms.items():
+    for arm, base in cell.baseline[request.digest()].items():
         divergence = tokens.compare(base, answer)
+        blame = _other(cell, _answerable(cell, divergence, digests_equal, order_kept))
         if divergence is not None:
-            blame = Owner.PROXY if order_kept is False else blame_by_rung(cell.owner, digests_equal)
             causes = [tokens.hint(divergence)]
             if order_kept is False:
                 causes.insert(
@@ -198,6 +285,11 @@ def _wrong_tokens(
                 )
             elif digests_equal:
                 causes.append("the loaded bytes are those that were saved, so the connector carried them rightly")
+            causes += [
+                f"these are the ids that {contrast.label!r} should get: the contents were mixed up"
+                for contrast in cell.plan.contrasts
+                if any(other.ids == answer.ids for other in cell.baseline.get(contrast.digest(), {}).values())
+            ]
             return Judgement(
                 Verdict.FAIL,
                 reason="tokens-differ",
@@ -206,40 +298,68 @@ def _wrong_tokens(
                 observed=f"token ids {list(answer.ids)}",
                 divergence=divergence,
                 causes=tuple(causes),
-                blame=None if blame is cell.owner else blame,
+                blame=blame,
             )
-        delta = max((abs(a - b) for a, b in zip(base.logprobs, answer.logprobs, strict=False)), default=0.0)
-        if delta > MARGIN_FACTOR * cell.floor + LOGPROB_SLACK:
-            blame = blame_by_rung(cell.owner, digests_equal)
+        if len(answer.logprobs) != len(answer.ids):
+            return Judgement(
+                Verdict.ERROR,
+                reason="no-logprobs",
+                expected="a log-probability for every token",
+                observed=f"{len(answer.logprobs)} log-probabilities for {len(answer.ids)} tokens",
+                causes=("the server or the proxy dropped `logprobs`",),
+            )
+        limit = MARGIN_FACTOR * cell.floor + LOGPROB_SLACK
+        # Asked this way round, a NaN is a difference.
+        over = [abs(a - b) for a, b in zip(base.logprobs, answer.logprobs, strict=True) if not abs(a - b) <= limit]
+        if over:
             return Judgement(
                 Verdict.FAIL,
                 reason="logprobs-differ",
                 rung="logprobs",
                 expected=f"log-probabilities of the {arm} server within {MARGIN_FACTOR:g} × {cell.floor:.2g} nats",
-                observed=f"largest difference {delta:.4g} nats, with equal ids",
+                observed=f"largest difference {max(over):.4g} nats, with equal ids",
                 causes=("the ids agree by luck: rows were rounded, cast or slightly wrong",),
-                blame=None if blame is cell.owner else blame,
+                blame=blame,
             )
     return None
 
 
+def _answerable(
+    cell: CellEvidence, divergence: Divergence | None, digests_equal: bool | None, order_kept: bool | None
+) -> Owner:
+    """Who a wrong answer points at. No connector has a hand in the ids of a prompt."""
+    if order_kept is False:
+        return Owner.PROXY
+    if divergence is not None and divergence.sequence == "prompt":
+        return Owner.PROXY if cell.roles.encode else Owner.ENGINE
+    return blame_by_rung(cell.owner, digests_equal)
+
+
 def _comparable(cell: CellEvidence, index: int) -> Judgement | None:
-    """Whether rule 5 allows to compare this request exactly."""
-    digest = cell.plan.requests[index].digest()
+    """Whether rules 4 and 5 allow to compare this request exactly: admitted, and with an answer of every matched baseline."""
+    request = cell.plan.requests[index]
+    arms = cell.baseline.get(request.digest(), {})
     if not cell.floor_enough:
-        return Judgement(
-            Verdict.INCONCLUSIVE,
-            reason="noise",
-            expected="enough prompts on which the baseline agrees with itself",
-            observed="too few prompts were admitted; see the noise floor in the report",
+        return _inconclusive(
+            "noise",
+            "enough prompts on which the baseline agrees with itself",
+            "too few prompts were admitted; see the noise floor in the report",
         )
-    if digest not in cell.admitted or digest not in cell.baseline:
-        return Judgement(
-            Verdict.INCONCLUSIVE,
-            reason="not-admitted",
-            expected="the baseline agrees with itself on this prompt",
-            observed="the prompt was rejected before the run; see the noise floor in the report",
+    if request.digest() not in cell.admitted:
+        return _inconclusive(
+            "not-admitted",
+            "the baseline agrees with itself on this prompt",
+            "the prompt was rejected before the run; see the noise floor in the report",
         )
+    for arm in ("aggregated", "p-d") if cell.roles.decode else ("aggregated",):
+        complaint = "it was never asked" if arm not in arms else unusable(arms[arm])
+        if complaint is not None:
+            return Judgement(
+                Verdict.ERROR,
+                reason="no-baseline",
+                expected=f"an answer of the {arm} baseline to {request.label!r}",
+                observed=complaint,
+            )
     return None
 
 
@@ -247,35 +367,48 @@ def _no_power(cell: CellEvidence) -> Judgement | None:
     """Rule 2: the baseline must tell the contents of the case apart."""
     for position, contrast in enumerate(cell.plan.contrasts):
         request = cell.plan.requests[position % len(cell.plan.requests)]
-        for arm, other in cell.baseline.get(contrast.digest(), {}).items():
-            base = cell.baseline.get(request.digest(), {}).get(arm)
-            if base is not None and base.ids == other.ids:
-                return Judgement(
-                    Verdict.INCONCLUSIVE,
-                    reason="no power",
-                    expected=f"the {arm} server answers {request.label!r} and {contrast.label!r} differently",
-                    observed=f"both get {list(base.ids)}",
-                    causes=("too few tokens, or a model that does not look at the item",),
-                )
-        if contrast.digest() not in cell.baseline:
-            return Judgement(Verdict.ERROR, reason="no-contrast", observed=f"{contrast.label!r} was never asked")
+        base = cell.baseline.get(request.digest(), {}).get("aggregated")
+        other = cell.baseline.get(contrast.digest(), {}).get("aggregated")
+        complaint = "it was never asked" if other is None else unusable(other)
+        if other is None or complaint is not None:
+            return Judgement(
+                Verdict.ERROR,
+                reason="no-contrast",
+                expected=f"an answer of the aggregated server to {contrast.label!r}",
+                observed=complaint or "",
+            )
+        if base is not None and base.ids == other.ids:
+            return Judgement(
+                Verdict.INCONCLUSIVE,
+                reason="no power",
+                expected=f"the aggregated server answers {request.label!r} and {contrast.label!r} differently",
+                observed=f"both get {list(base.ids)}",
+                causes=("too few tokens, or a model that does not look at the item",),
+            )
+    if not cell.plan.contrasts:
+        return Judgement(
+            Verdict.ERROR,
+            reason="no-contrast",
+            expected="another content that the case tells apart",
+            observed="the plan names none, so equal answers would show nothing",
+        )
     return None
 
 
-def _wrong_digest(proofs: Sequence[Transport]) -> Judgement | None:
+def _wrong_digest(cell: CellEvidence, proofs: Sequence[Transport]) -> Judgement | None:
     for proof in proofs:
         for item in proof.items:
-            if item.digest is not None and item.saved and not item.digest_known:
+            if item.digest_wrong:
                 return Judgement(
                     Verdict.FAIL,
                     reason="digest-differs",
                     rung="digest",
-                    expected=f"under key {item.key} the bytes that a producer saved: {', '.join(sorted(set(item.saved)))}",
+                    expected=f"under key {item.key} the bytes that a producer saved last: {', '.join(sorted(set(item.saved)))}",
                     observed=f"bytes with digest {item.digest}",
                     causes=(
                         "the connector gave another item's rows, changed the bytes, or read a stale or torn object",
                     ),
-                    blame=Owner.CONNECTOR,
+                    blame=_other(cell, Owner.CONNECTOR),
                 )
     return None
 
@@ -339,7 +472,7 @@ def equality(cell: CellEvidence) -> Judgement:
     kvs = [cell.kv(index) for index in count]
     found = _first(
         *(_bad_status(cell, index) for index in count),
-        _wrong_digest(proofs),
+        _wrong_digest(cell, proofs),
         *(
             _comparable(cell, index)
             or _wrong_tokens(cell, index, proofs[index].digests_equal, proofs[index].order_kept)
@@ -355,6 +488,10 @@ def equality(cell: CellEvidence) -> Judgement:
 def text_only(cell: CellEvidence) -> Judgement:
     """Equal ids for text, and in `e-p-d` proof of KV; no item, so no transport."""
     count = range(len(cell.plan.requests))
+    if any(request.images for request in cell.plan.requests):
+        return Judgement(
+            Verdict.ERROR, reason="not-text", observed="the plan has items: their transport is not judged here"
+        )
     kvs = [cell.kv(index) for index in count]
     found = _first(
         *(_bad_status(cell, index) for index in count),
@@ -373,8 +510,13 @@ def transported(cell: CellEvidence) -> Judgement:
     kvs = [cell.kv(index) for index in count]
     form = None
     every = [*cell.before, *cell.during]
+    producers = cell.roles.encode | cell.roles.both
     for load in (event for event in cell.during if event["ev"] == "load" and event["server"] in cell.roles.consumers):
-        saves = [event for event in every if event["ev"] == "save" and event["id"] == load["id"]]
+        saves = [
+            event
+            for event in every
+            if event["ev"] == "save" and event["id"] == load["id"] and event["server"] in producers
+        ]
         fields = ("rows", "width", "dtype", "shape")
         if saves and not any(all(save[name] == load[name] for name in fields) for save in saves):
             form = Judgement(
@@ -384,11 +526,26 @@ def transported(cell: CellEvidence) -> Judgement:
                 expected=f"{ {name: saves[-1][name] for name in fields} }",
                 observed=f"{ {name: load[name] for name in fields} }",
                 causes=("the connector cast, cut or reshaped the tensor",),
-                blame=Owner.CONNECTOR,
+                blame=_other(cell, Owner.CONNECTOR),
             )
-    found = _first(*(_bad_status(cell, i) for i in count), form, _wrong_digest(proofs), _unproven(proofs, []))
+    found = _first(
+        *(_bad_status(cell, i) for i in count),
+        form,
+        _wrong_digest(cell, proofs),
+        _unproven(proofs, []),
+        *(_not_loaded(proof) for proof in proofs),
+    )
     verdict = found or _passed("loaded = saved, for every item", f"{sum(p.loads for p in proofs)} loads, all equal")
     return replace(verdict, evidence=_evidence(proofs, kvs))
+
+
+def _not_loaded(proof: Transport) -> Judgement | None:
+    """For judges of the load itself: an item that is only held says nothing about it."""
+    odd = [item for item in proof.items if item.how != "loaded"]
+    if not odd and proof.items:
+        return None
+    observed = f"item {odd[0].key}: {odd[0].how}" if odd else "no item at all"
+    return _inconclusive("not-loaded", "every item is loaded by this very request", observed)
 
 
 def warm(cell: CellEvidence) -> Judgement:
@@ -404,9 +561,21 @@ def warm(cell: CellEvidence) -> Judgement:
             expected="no load and no encode for items that the consumer holds",
             observed=f"{proofs[1].loads} loads, {proofs[1].local_encodes} local encodes",
         )
+        evicted = {
+            key
+            for event in cell.during
+            if event["ev"] == "step" and event["server"] == proofs[0].server
+            for key in event["free"]
+        }
+        if proofs[0].server != proofs[1].server:
+            again = _inconclusive("other-server", "one consumer serves both requests", f"{proofs[1].server} served one")
+        elif evicted.intersection(item.key for item in proofs[1].items):
+            again = _inconclusive(
+                "evicted", "the consumer still holds the items", "its encoder cache had let go of one"
+            )
     found = _first(
         *(_bad_status(cell, index) for index in (0, 1)),
-        _wrong_digest(proofs),
+        _wrong_digest(cell, proofs),
         *(
             _comparable(cell, index)
             or _wrong_tokens(cell, index, proofs[index].digests_equal, proofs[index].order_kept)
@@ -424,32 +593,41 @@ def warm(cell: CellEvidence) -> Judgement:
 def miss(cell: CellEvidence) -> Judgement:
     """What nobody saved is encoded by the consumer itself, and the answer is the baseline's."""
     proof = cell.transport(0)
+    kv = cell.kv(0)
     found = _bad_status(cell, 0)
+    odd = next((item for item in proof.items if item.how != "encoded"), None)
     if found is None and (proof.saves or any(item.saved for item in proof.items)):
         found = Judgement(
             Verdict.ERROR, reason="not-a-miss", observed="a producer had saved the item: this cell shows nothing"
         )
-    if found is None and any(item.how != "encoded" for item in proof.items):
-        odd = next(item for item in proof.items if item.how != "encoded")
+    if found is None and proof.loads:
         found = Judgement(
-            Verdict.FAIL if odd.how == "loaded" else Verdict.INCONCLUSIVE,
-            reason="invented" if odd.how == "loaded" else odd.how,
+            Verdict.FAIL,
+            reason="invented",
             rung="counters",
             expected="each item is encoded by the consumer",
-            observed=f"item {odd.key}: {odd.how}",
-            causes=("the connector says True for what nobody saved",) if odd.how == "loaded" else (),
+            observed=f"{proof.loads} loads of what nobody saved",
+            causes=("the connector says True for what nobody saved",),
+            blame=_other(cell, Owner.CONNECTOR),
         )
-    if found is None and not proof.items:
-        found = Judgement(Verdict.INCONCLUSIVE, reason="not-journalled", observed=proof.problem or "")
+    if found is None and odd is not None:
+        found = _inconclusive(
+            "prefix-hit" if odd.how == "prefix-hit" else "not-encoded",
+            "each item is encoded by the consumer",
+            f"item {odd.key}: {odd.how}",
+        )
+    if found is None and len(proof.items) != len(cell.plan.requests[0].images):
+        found = _inconclusive("not-journalled", "the consumer's journal shows each item", proof.problem or "")
     found = _first(
         found,
         _comparable(cell, 0) or _wrong_tokens(cell, 0, None, None),
+        _unproven([], [kv]),
         _no_power(cell),
     )
     verdict = found or _passed(
         "a local encode and the baseline's ids", f"{proof.local_encodes} local encodes, equal ids"
     )
-    return replace(verdict, evidence=_evidence([proof], [cell.kv(0)]))
+    return replace(verdict, evidence=_evidence([proof], [kv]))
 
 
 def twice(cell: CellEvidence) -> Judgement:
@@ -465,7 +643,9 @@ def twice(cell: CellEvidence) -> Judgement:
             expected="1 key, 1 save, 1 load",
             observed=f"{len(keys)} keys, {proof.saves} saves, {proof.loads} loads",
         )
-    found = _first(_bad_status(cell, 0), _wrong_digest([proof]), _unproven([proof], []), counts)
+    found = _first(
+        _bad_status(cell, 0), _wrong_digest(cell, [proof]), _unproven([proof], []), counts, _not_loaded(proof)
+    )
     verdict = found or _passed("one transfer", "1 key, 1 save, 1 load")
     return replace(verdict, evidence=_evidence([proof], [cell.kv(0)]))
 
@@ -498,19 +678,15 @@ def kv_taken(cell: CellEvidence) -> Judgement:
 def untouched(cell: CellEvidence) -> Judgement:
     """A request without media reached no encode server."""
     rid = cell.answers[0].request_id
-    touched = sorted(
-        {
-            event["server"]
-            for event in cell.during
-            if event["ev"] == "request"
-            and event["server"] in cell.roles.encode
-            and leg_of(event["req"], rid) is not None
-        }
-    )
-    # Without this the cell could not fail: a journal that records nothing shows no touch either.
-    alive = any(event["ev"] == "request" and leg_of(event["req"], rid) is not None for event in cell.during) or any(
-        event["ev"] == "kv-new" and leg_of(event["req"], rid) is not None for event in cell.during
-    )
+    requests = [event for event in cell.during if event["ev"] in ("request", "kv-new")]
+    # Under any id: nothing else asks an encode server anything while the cell runs.
+    touched = sorted({event["server"] for event in requests if event["server"] in cell.roles.encode})
+    # Without these the cell could not fail: a journal that records nothing shows no touch either.
+    recorded = {
+        event["server"]
+        for event in (*cell.before, *cell.during)
+        if event["ev"] == "init" and event["side"] == "scheduler"
+    }
     found = _bad_status(cell, 0)
     if found is None and touched:
         found = Judgement(
@@ -520,8 +696,10 @@ def untouched(cell: CellEvidence) -> Judgement:
             expected="no encode server sees the request",
             observed=f"{', '.join(touched)} saw it",
         )
-    if found is None and not alive:
-        found = Judgement(Verdict.INCONCLUSIVE, reason="not-journalled", observed="no journal shows the request at all")
+    if found is None and not (cell.roles.encode and recorded >= cell.roles.encode):
+        found = _inconclusive("not-journalled", "a journal of every encode server", f"journals of {sorted(recorded)}")
+    if found is None and not any(leg_of(event["req"], rid) is not None for event in requests):
+        found = _inconclusive("not-journalled", "a server that takes the request", "no journal shows it at all")
     return found or _passed("no encode server sees the request", "none did")
 
 
@@ -531,13 +709,20 @@ def primed_once(cell: CellEvidence) -> Judgement:
     indices = sorted(index for index, _ in proof.primed)
     wanted = list(range(len(cell.plan.requests[0].images)))
     found = _bad_status(cell, 0)
-    if found is None and indices != wanted:
+    if found is None and (
+        indices != wanted
+        or (proof.items and Counter(key for _, key in proof.primed) != Counter(item.key for item in proof.items))
+    ):
         found = Judgement(
             Verdict.FAIL,
             reason="not-primed-once",
             rung="counters",
-            expected=f"items {wanted} primed once each",
-            observed=f"items {indices} primed",
+            expected=f"items {wanted} primed once each: {[item.key for item in proof.items]}",
+            observed=f"items {indices} primed: {[key for _, key in proof.primed]}",
+        )
+    if found is None and len(proof.items) != len(wanted):
+        found = _inconclusive(
+            "not-journalled", "the consumer's journal shows each item", f"it shows {len(proof.items)} of {len(wanted)}"
         )
     if found is None and proof.primed_late:
         found = Judgement(
@@ -545,7 +730,7 @@ def primed_once(cell: CellEvidence) -> Judgement:
             reason="primed-late",
             rung="counters",
             expected="every item primed before the consumer begins",
-            observed="an encode server saw an item after the consumer had begun",
+            observed="an encode server was not done with an item when the consumer began",
         )
     verdict = found or _passed(f"{len(wanted)} primers, before prefill", f"{len(indices)} primers, before prefill")
     return replace(verdict, evidence=_evidence([proof], [cell.kv(0)]))
@@ -556,8 +741,6 @@ def stage_error(cell: CellEvidence) -> Judgement:
 
     `facts`: `stage` (the stage that is made to fail), `status` (the upstream's status).
     """
-    import json
-
     for answer in cell.answers:
         stage, status = cell.facts["stage"], cell.facts["status"]
         expected = f"status {status} and a JSON error with stage {stage!r}, upstream_status {status} and the request id"
@@ -580,7 +763,9 @@ def stage_error(cell: CellEvidence) -> Judgement:
 
 
 def constructed(cell: CellEvidence) -> Judgement:
-    """Each server that has the connector wrote the first line of both of its objects. `facts`: `servers`, `connector`."""
+    """Each server that has the connector wrote the first line of both of its objects. `facts`: `servers`."""
+    if not cell.facts["servers"]:
+        return _inconclusive("no-server", "a server that is configured with the connector", "none is")
     missing = [
         f"{server} ({side})"
         for server in cell.facts["servers"]
@@ -602,13 +787,30 @@ def constructed(cell: CellEvidence) -> Judgement:
 
 
 def encode_only(cell: CellEvidence) -> Judgement:
-    """The encode server has one null block and no tokens to give. `facts`: `blocks` by server, `completion_tokens`."""
-    blocks = dict(cell.facts["blocks"])
+    """The encode server has one null block and no tokens to give.
+
+    `facts`: `blocks` by server, `status` and `completion_tokens` of a primer that asks for more than none.
+    """
+    blocks, status = dict(cell.facts["blocks"]), cell.facts["status"]
     generated = cell.facts["completion_tokens"]
-    found = _bad_status(cell, 0) if cell.answers and cell.answers[0].status != 200 else None
-    if found is None and (not blocks or any(count != 1 for count in blocks.values())):
+    found = None
+    if status != 200:
         found = Judgement(
-            Verdict.FAIL if blocks else Verdict.INCONCLUSIVE,
+            Verdict.FAIL,
+            reason="request-failed",
+            rung="status",
+            expected="a primer is answered with 200",
+            observed=f"status {status}",
+        )
+    elif not blocks or set(blocks) != cell.roles.encode or None in (generated, *blocks.values()):
+        found = _inconclusive(
+            "not-journalled",
+            "the blocks of every encode server, and the usage of the answer",
+            f"blocks {blocks}, {generated} completion tokens",
+        )
+    elif any(count != 1 for count in blocks.values()):
+        found = Judgement(
+            Verdict.FAIL,
             reason="kv-cache-on-encode",
             rung="counters",
             expected="one block (the null block) on each encode server",
@@ -646,10 +848,12 @@ def both(cell: CellEvidence) -> Judgement:
         )
     found = _first(
         *(_bad_status(cell, index) for index in (0, 1)),
-        _wrong_digest([second]),
-        *(_comparable(cell, i) or _wrong_tokens(cell, i, second.digests_equal, None) for i in (0, 1)),
+        _wrong_digest(cell, [second]),
+        _comparable(cell, 0) or _wrong_tokens(cell, 0, None, None),
+        _comparable(cell, 1) or _wrong_tokens(cell, 1, second.digests_equal, None),
         unsaved,
         _unproven([second], []),
+        _not_loaded(second),
         _no_power(cell),
     )
     verdict = found or _passed("the aggregated ids, encoded and then loaded", "equal ids both times")

@@ -5,6 +5,7 @@ Design, rule 5 of a fair comparison: the admitted set is fixed before the subjec
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -50,25 +51,20 @@ def spread(runs: Sequence[Answer]) -> float:
 def measure(arms: Sequence[Mapping[str, Sequence[Answer]]], unproven: Mapping[str, str] | None = None) -> NoiseFloor:
     """Admit or reject each prompt.
 
-    `arms`: for each baseline (aggregated; for e-p-d also p-d) the answers of every repetition, by request digest; all arms
-    hold the same digests, in the order of their first answer. `unproven`: digests whose baseline did not take the path that
-    makes it a baseline, with the reason.
+    `arms`: for each baseline (aggregated; for e-p-d also p-d) the answers of every repetition, by request digest; the prompts
+    offered are those of the first. `unproven`: digests whose baseline did not take the path that makes it a baseline, with
+    the reason.
     """
     reasons = dict(unproven or {})
     stable: dict[str, list[list[Answer]]] = {}
     digests = list(arms[0])
     for digest in digests:
-        per_arm = [list(arm[digest]) for arm in arms]
-        every = [answer for runs in per_arm for answer in runs]
-        if any(answer.status != 200 or answer.error for answer in every):
-            worst = next(answer for answer in every if answer.status != 200 or answer.error)
-            reasons.setdefault(digest, f"the baseline answered {worst.status}: {worst.error or worst.body or ''}"[:300])
-        elif any(len({(a.prompt_ids, a.ids) for a in runs}) > 1 for runs in per_arm):
-            reasons.setdefault(digest, "the baseline gives different ids when asked again")
-        elif len({(a.prompt_ids, a.ids) for a in every}) > 1:
-            reasons.setdefault(digest, "the baselines differ from each other")
-        else:
+        per_arm = [list(arm.get(digest, ())) for arm in arms]
+        complaint = unsteady(per_arm)
+        if complaint is None:
             stable[digest] = per_arm
+        else:
+            reasons.setdefault(digest, complaint)
     floor = max((spread(runs) for per_arm in stable.values() for runs in per_arm), default=0.0)
     admitted = set()
     margins = []
@@ -85,3 +81,32 @@ def measure(arms: Sequence[Mapping[str, Sequence[Answer]]], unproven: Mapping[st
             margins.append(margin)
     repetitions = min((len(runs) for arm in arms for runs in arm.values()), default=0)
     return NoiseFloor(repetitions, floor, min(margins, default=None), len(digests), frozenset(admitted), reasons)
+
+
+def unsteady(per_arm: Sequence[Sequence[Answer]]) -> str | None:
+    """Why the answers of the baselines to one prompt, by arm, are nothing to compare exactly with; None if they are."""
+    every = [answer for runs in per_arm for answer in runs]
+    if any(len(runs) < 2 for runs in per_arm):
+        return "a baseline was not asked twice, so its noise is not known"
+    for answer in every:
+        if (complaint := unusable(answer)) is not None:
+            return f"the baseline: {complaint}"[:300]
+    if any(len({(a.prompt_ids, a.ids) for a in runs}) > 1 for runs in per_arm):
+        return "the baseline gives different ids when asked again"
+    if len({(a.prompt_ids, a.ids) for a in every}) > 1:
+        return "the baselines differ from each other"
+    return None
+
+
+def unusable(answer: Answer) -> str | None:
+    """Why a baseline's answer cannot be compared with at all; None if it can."""
+    if answer.status != 200 or answer.error:
+        return f"status {answer.status}: {answer.error or answer.body or ''}"
+    if not answer.ids or not answer.prompt_ids:
+        return "an answer without a token"
+    if not len(answer.ids) == len(answer.logprobs) == len(answer.margins):
+        return "an answer without a log-probability and a margin for every token"
+    # A comparison with NaN is never true, and would find no difference.
+    if not all(map(math.isfinite, (*answer.logprobs, *answer.margins))):
+        return "an answer with a log-probability that is no number"
+    return None

@@ -7,27 +7,38 @@ the whole prompt again gives them too. Design, rule 1 of a fair comparison.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 Event = Mapping[str, Any]
 
-# vLLM makes `chatcmpl-<X-Request-Id>-<random>` of the header; our proxy puts -e<i>, -p or -d behind the client's id.
-_LEG = re.compile(r"^chatcmpl-(?P<rid>.+?)(?:-(?P<leg>e\d+|p|d))?(?:-[0-9a-f]{8})?$")
+# vLLM makes `chatcmpl-<X-Request-Id>-<random>` of the header; our proxy puts -e<i>, -p or -d behind the client's id. An item's
+# number has at most six digits: with seven, the random part of a direct request (`-e1234567`) would look like a leg.
+_PREFIX = "chatcmpl-"
+_LEG = re.compile(r"(?:-(?P<leg>e\d{1,6}|p|d))?(?:-[0-9a-f]{8})?")
 
 
 def leg_of(request: str, rid: str) -> str | None:
-    """Which leg (`e0`, `p`, `d`, or `` for a request that went to a server directly) a server's request id is of `rid`."""
-    match = _LEG.match(request)
-    if match is None or match["rid"] != rid:
+    """Which leg (`e0`, `p`, `d`, or `` for a request that went to a server directly) a server's request id is of `rid`.
+
+    None for another request; an id that merely begins with `rid` is another one.
+    """
+    if not request.startswith(_PREFIX + rid):
         return None
-    return match["leg"] or ""
+    match = _LEG.fullmatch(request, len(_PREFIX) + len(rid))
+    return None if match is None else match["leg"] or ""
 
 
 @dataclass(frozen=True)
 class Item:
-    """One item of a request as the consumer saw it, with what is proven about it."""
+    """One item of a request as the consumer saw it, with what is proven about it.
+
+    `saved`: the digests that a load may have: those of the producers' saves under this key that were in force when the
+    consumer asked (see `in_force`); of all saves where nothing was loaded. `digest`: of the bytes that the consumer loaded or
+    holds; of several loads the first wrong one.
+    """
 
     key: str
     offset: int
@@ -42,13 +53,19 @@ class Item:
         """Whether the bytes that were used are bytes that a producer of this stack saved under this key."""
         return self.digest is not None and self.digest in self.saved
 
+    @property
+    def digest_wrong(self) -> bool:
+        """Whether other bytes were used than any producer had saved. Without a save nothing can be compared."""
+        return self.digest is not None and bool(self.saved) and self.digest not in self.saved
+
 
 @dataclass(frozen=True)
 class Transport:
     """What the journals prove about one request's items.
 
-    `saves`, `loads`, `local_encodes` count events of this cell; `digests_equal` is None where nothing was loaded or held.
-    `problem` is the reason for `inconclusive`, or None where transport is proven for every item.
+    `saves`, `loads`, `local_encodes` count events of this cell. `digests_equal`: False where any digest is wrong, True where
+    every item's is right, None where some could not be compared. `problem` is the reason for `inconclusive`, or None where
+    transport is proven for every item. `server`: the consumer.
     """
 
     saves: int
@@ -60,14 +77,15 @@ class Transport:
     primed: tuple[
         tuple[int, str], ...
     ] = ()  # (index of the item in the client's request, key), as encode servers saw them
-    primed_late: bool = False  # an encode server saw an item only after the consumer had begun
+    primed_late: bool = False  # an encode server was not done with an item when the consumer began
+    server: str = ""
 
     @property
     def order_kept(self) -> bool | None:
-        """Whether the consumer got the items in the order in which the client gave them; None where nothing was primed."""
-        if not self.primed:
+        """Whether the consumer got each primed item in the place that the client gave it; None where nothing was primed."""
+        if not self.primed or not self.items:
             return None
-        return [key for _, key in sorted(self.primed)] == [item.key for item in self.items]
+        return all(index < len(self.items) and self.items[index].key == key for index, key in self.primed)
 
 
 @dataclass(frozen=True)
@@ -104,7 +122,6 @@ def transport(before: Sequence[Event], during: Sequence[Event], rid: str, roles:
     which items there are, in prompt order.
     """
     everything = [*before, *during]
-    seen = _request(during, rid, roles.consumers, ("d", "p", ""))
     primers = [
         (int((leg_of(event["req"], rid) or "")[1:]), event)
         for event in during
@@ -113,57 +130,131 @@ def transport(before: Sequence[Event], during: Sequence[Event], rid: str, roles:
         and (leg_of(event["req"], rid) or "").startswith("e")
     ]
     primed = tuple((index, item["id"]) for index, event in primers for item in event["items"])
-    if seen is None:
-        return Transport(0, 0, 0, None, (), "not-journalled: the consumer's journal does not show this request", primed)
-    server = seen["server"]
-    keys = [item["id"] for item in seen["items"]]
-    saved: dict[str, list[str]] = {}
-    for event in everything:
-        if event["ev"] == "save" and event["server"] in roles.encode | roles.both:
-            saved.setdefault(event["id"], []).append(event["digest"])
-    loads = [event for event in during if event["ev"] == "load" and event["server"] == server and event["id"] in keys]
-    encodes = [
-        key
+    seen = [
+        event
         for event in during
-        if event["ev"] == "step" and event["server"] not in roles.encode
-        for encoded in event["encode"].values()
-        for key in encoded
-        if key in keys
+        if event["ev"] == "request"
+        and event["server"] in roles.consumers
+        and leg_of(event["req"], rid) in ("d", "p", "")
     ]
-    computed = _computed(during, rid, server)
-    held = _held(_life(before, server), server)
+    if not seen:
+        return Transport(0, 0, 0, None, (), "not-journalled: the consumer's journal does not show this request", primed)
+    first = seen[0]
+    server = first["server"]
+    keys = {item["id"] for item in first["items"]}
+    saves = _saves(everything, keys, roles)
+    position = _scheduled(during, server, first["req"])
+    computed = 0 if position is None else _computed(during[position], first["req"])
+    # What was loaded before the request was scheduled is held then, or was evicted again.
+    earlier, later = (during[: position + 1], during[position + 1 :]) if position is not None else ((), during)
+    held = _held([*before, *earlier], server)
+    fresh = _loads(later, server, keys)
+    encodes = _encodes(during, keys, roles)
     items = []
-    for entry in seen["items"]:
+    for entry in first["items"]:
         key = entry["id"]
-        loaded = [event["digest"] for event in loads if event["id"] == key]
-        if key in encodes:
-            how, digest = "encoded", None
-        elif loaded:
-            how, digest = "loaded", loaded[-1]
-        elif computed is not None and entry["offset"] + entry["length"] <= computed:
-            how, digest = "prefix-hit", None
+        used = [event for event in fresh if event["id"] == key]
+        if encodes[key]:
+            how = "encoded"
+        elif entry["offset"] + entry["length"] <= computed:
+            how = "prefix-hit"
+        elif used:
+            how = "loaded"
         elif key in held:
-            how, digest = "held", held[key]
+            how, used = "held", [held[key]]
         else:
-            how, digest = "nothing", None
-        items.append(
-            Item(key, entry["offset"], entry["length"], entry["embeds"], how, tuple(saved.get(key, ())), digest)
+            how = "nothing"
+        mine = [event for event in saves if event["id"] == key]
+        judged = [(event["digest"], in_force(mine, event, everything)) for event in used]
+        # One wrong load is enough: nobody can say which of them the model read.
+        digest, saved = min(
+            judged,
+            key=lambda pair: pair[0] in pair[1] if pair[1] else 0.5,
+            default=(None, tuple(event["digest"] for event in mine)),
         )
-    used = [item for item in items if item.digest is not None]
+        items.append(Item(key, entry["offset"], entry["length"], entry["embeds"], how, saved, digest))
+    if len({event["server"] for event in seen}) > 1:
+        problem: str | None = "several-consumers: more than one server took the request, so whose work was used is open"
+    elif position is None:
+        problem = "not-journalled: the consumer's journal does not show that the request was scheduled"
+    else:
+        problem = _problem(items)
     return Transport(
-        saves=sum(
-            1
-            for event in during
-            if event["ev"] == "save" and event["server"] in roles.encode | roles.both and event["id"] in keys
-        ),
-        loads=len(loads),
-        local_encodes=len(encodes),
-        digests_equal=all(item.digest_known for item in used) if used else None,
+        saves=len(_saves(during, keys, roles)),
+        loads=len(_loads(during, server, keys)),
+        local_encodes=sum(encodes.values()),
+        digests_equal=_digests_equal(items),
         items=tuple(items),
-        problem=_problem(items),
+        problem=problem,
         primed=primed,
-        primed_late=any(event["t"] > seen["t"] for _, event in primers),
+        primed_late=any(not _finished_by(during, event, first["t"]) for _, event in primers),
+        server=server,
     )
+
+
+def _saves(events: Iterable[Event], keys: set[str], roles: Roles) -> list[Event]:
+    producers = roles.encode | roles.both
+    return [event for event in events if event["ev"] == "save" and event["server"] in producers and event["id"] in keys]
+
+
+def _loads(events: Iterable[Event], server: str, keys: set[str]) -> list[Event]:
+    return [event for event in events if event["ev"] == "load" and event["server"] == server and event["id"] in keys]
+
+
+def in_force(saves: Sequence[Event], load: Event, events: Sequence[Event]) -> tuple[str, ...]:
+    """Digests of the saves of one key that a load of it may have returned.
+
+    Rule 1 asks for bytes that a producer saved, rule 7 for those that one saved *for this very content*. A key names its
+    content, so two saves of one key with different bytes are either two encodings of the same content, made at the same time
+    (both are right), or the later one replaces what was wrong or out of date (only it is right). So a save is out of force
+    when another one began after it had ended, and ended before the consumer asked for the item; and a save that began after
+    the load had ended cannot be its source.
+
+    A save begins when its server decided to encode the item, since it is then that the producer found the key free; the
+    consumer asks when it first sees a request with the item, since a connector may fetch from then on. Where these lines are
+    missing, the calls' own durations serve.
+    """
+    asked = max(
+        (
+            event["t"]
+            for event in events
+            if event["ev"] == "request"
+            and event["server"] == load["server"]
+            and event["t"] <= load["t"]
+            and any(item["id"] == load["id"] for item in event["items"])
+        ),
+        default=load["t"] - load["seconds"],
+    )
+    spans = [(_began(save, events), save["t"], save["digest"]) for save in saves]
+    return tuple(
+        digest
+        for began, ended, digest in spans
+        if began <= load["t"]
+        and not any(later > ended and done < asked and other != digest for later, done, other in spans)
+    )
+
+
+def _began(save: Event, events: Iterable[Event]) -> float:
+    """When the producer decided to encode what it then saved."""
+    return float(
+        max(
+            (
+                event["t"]
+                for event in events
+                if event["ev"] == "step"
+                and event["server"] == save["server"]
+                and event["t"] <= save["t"]
+                and any(save["id"] in encoded for encoded in event["encode"].values())
+            ),
+            default=save["t"] - save["seconds"],
+        )
+    )
+
+
+def _digests_equal(items: Sequence[Item]) -> bool | None:
+    if any(item.digest_wrong for item in items):
+        return False
+    return True if items and all(item.digest_known for item in items) else None
 
 
 def _problem(items: Iterable[Item]) -> str | None:
@@ -179,43 +270,64 @@ def _problem(items: Iterable[Item]) -> str | None:
     return None
 
 
-def _request(events: Iterable[Event], rid: str, servers: frozenset[str], legs: tuple[str, ...]) -> Event | None:
-    """The event in which a server of the given ones first saw the request."""
-    found = [
-        event
-        for event in events
-        if event["ev"] == "request" and event["server"] in servers and leg_of(event["req"], rid) in legs
-    ]
-    return found[0] if found else None
+def _encodes(events: Iterable[Event], keys: set[str], roles: Roles) -> Counter[str]:
+    """How often each key was encoded after the encode stage, by any server and for any request.
 
-
-def _computed(events: Iterable[Event], rid: str, server: str) -> int | None:
-    """Tokens that were computed already when the request was first scheduled: what the prefix cache gave."""
+    The scheduler's output says it on every runner; `encoded` lines, which the worker writes on V1, say it once more.
+    """
+    scheduled: Counter[str] = Counter()
+    called: Counter[str] = Counter()
     for event in events:
-        if event["ev"] == "step" and event["server"] == server:
-            for new in event["new"]:
-                if leg_of(new["req"], rid) is not None:
-                    return int(new["computed"])
+        if event["server"] in roles.encode:
+            continue
+        if event["ev"] == "step":
+            scheduled.update(key for encoded in event["encode"].values() for key in encoded if key in keys)
+        elif event["ev"] == "encoded" and event["id"] in keys:
+            called[event["id"]] += 1
+    return scheduled | called
+
+
+def _scheduled(events: Sequence[Event], server: str, request: str) -> int | None:
+    """The position of the step that first scheduled a request. Without it, nothing is known of what its server encoded."""
+    for position, event in enumerate(events):
+        if event["ev"] == "step" and event["server"] == server and any(new["req"] == request for new in event["new"]):
+            return position
     return None
 
 
-def _life(events: Sequence[Event], server: str) -> list[Event]:
-    """The server's events since its last start: what an earlier process held is gone."""
-    mine = [event for event in events if event["server"] == server]
-    starts = [position for position, event in enumerate(mine) if event["ev"] == "init" and event["side"] == "scheduler"]
-    return mine[starts[-1] :] if starts else mine
+def _computed(step: Event, request: str) -> int:
+    """Tokens that were computed already when the request was first scheduled: what the prefix cache gave."""
+    return next(int(new["computed"]) for new in step["new"] if new["req"] == request)
 
 
-def _held(events: Iterable[Event], server: str) -> dict[str, str]:
-    """Keys that the server loaded and has not been told to free since, with the digest they were loaded with."""
-    held: dict[str, str] = {}
+def _finished_by(events: Iterable[Event], primer: Event, moment: float) -> bool:
+    """Whether an encode server had finished a primer at a moment."""
+    return any(
+        event["ev"] == "finished"
+        and event["server"] == primer["server"]
+        and event["req"] == primer["req"]
+        and event["t"] <= moment
+        for event in events
+    )
+
+
+def _held(events: Iterable[Event], server: str) -> dict[str, Event]:
+    """Keys that the server loaded, and has neither been told to free nor encoded since, with the load.
+
+    A start of the server ends what an earlier process of that name held.
+    """
+    held: dict[str, Event] = {}
     for event in events:
-        if event["ev"] == "load":
-            held[event["id"]] = event["digest"]
+        if event["server"] != server:
+            continue
+        if event["ev"] == "init":
+            held.clear()
+        elif event["ev"] == "load":
+            held[event["id"]] = event
         elif event["ev"] == "encoded":
             held.pop(event["id"], None)
         elif event["ev"] == "step":
-            for key in event["free"]:
+            for key in (*event["free"], *(key for encoded in event["encode"].values() for key in encoded)):
                 held.pop(key, None)
     return held
 
@@ -238,51 +350,58 @@ def kv_servable(prompt: int, block: int) -> bool:
 def kv_transfer(before: Sequence[Event], during: Sequence[Event], rid: str, roles: Roles) -> KVTransfer:
     """Prove that the decode server took the KV of every whole block and encoded nothing.
 
-    `before` holds the decode servers' `init` lines, which say connector and block size.
+    The decode server's `init` line says connector and block size; it lies in `before`, or in `during` after a restart.
     """
-    new = next(
-        (
-            event
-            for event in during
-            if event["ev"] == "kv-new" and event["server"] in roles.decode and leg_of(event["req"], rid) in ("d", "")
-        ),
-        None,
-    )
-    if new is None:
+    seen = [
+        event
+        for event in during
+        if event["ev"] == "kv-new" and event["server"] in roles.decode and leg_of(event["req"], rid) in ("d", "")
+    ]
+    if not seen:
         return KVTransfer(0, 0, 0, "not-journalled: the decode server's journal does not show this request")
+    new = seen[0]
     server = new["server"]
     init = [
         event
-        for event in before
+        for event in (*before, *during)
         if event["ev"] == "init" and event["side"] == "kv-scheduler" and event["server"] == server
     ]
-    connector = init[-1]["connector"] if init else ""
-    block = int(init[-1]["block_size"]) if init else 1
-    taken = sum(
+    if not init:
+        return KVTransfer(0, 0, 0, "not-journalled: the decode server's journal does not show its KV connector")
+    block = int(init[-1]["block_size"])
+    takes = [
         int(event["tokens"])
         for event in during
         if event["ev"] == "kv-take" and event["server"] == server and event["req"] == new["req"]
-    )
-    if connector.endswith(".ExampleConnector"):
+    ]
+    # A request that was preempted takes its KV again: the last time counts, two halves are not a whole.
+    taken = takes[-1] if takes else 0
+    if init[-1]["connector"].endswith(".ExampleConnector"):
         # What the scheduler counted on and what the worker put in must both be there.
         injected = sum(
             int(event["tokens"]) for event in during if event["ev"] == "kv-injected" and event["server"] == server
         )
         taken = min(taken, injected)
+    # Of any request: in this cell's time nothing else has a reason to make a decode server encode.
     encodes = sum(
         len(indices)
         for event in during
-        if event["ev"] == "kv-encode" and event["server"] == server
-        for req, indices in event["encode"].items()
-        if req == new["req"]
+        if event["ev"] == "kv-encode" and event["server"] in roles.decode
+        for indices in event["encode"].values()
     )
-    expected = kv_expected(connector, int(new["prompt"]), block)
+    prompt = int(new["prompt"])
+    expected = kv_expected(init[-1]["connector"], prompt, block)
     outside = [item for item in new["items"] if item["offset"] + item["length"] > expected]
     problem = None
-    if encodes:
-        problem = "decode-encode: the decode server encoded the item itself"
-    elif taken < expected or expected == 0:
+    # A decode server that lacks KV encodes its items as well, so the lack comes first.
+    if len({event["server"] for event in seen}) > 1:
+        problem = "several-consumers: more than one decode server took the request, so whose answer it is is open"
+    elif expected == 0:
+        problem = f"no-whole-block: a prompt of {prompt} tokens has no whole block of {block} to hand over"
+    elif taken < expected:
         problem = f"kv-recompute: the decode server took {taken} of {expected} tokens of KV and computed the rest"
+    elif encodes:
+        problem = "decode-encode: the decode server encoded the item itself"
     elif outside:
         problem = "item-outside-blocks: an item lies behind the last whole block, so decode saw its media"
     return KVTransfer(taken, expected, encodes, problem)

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from epd_conformance.errors import UsageError
 from epd_conformance.plans.media import ImageSpec
 
 SCHEMA = "epd-conformance/plan/v1"
@@ -63,10 +64,14 @@ Part = Text | Image
 
 @dataclass(frozen=True)
 class Message:
-    """One message of a conversation."""
+    """One message of a conversation. Raises UsageError for an image in another turn than a user's: those are sent as text."""
 
     role: str
     parts: tuple[Part, ...]
+
+    def __post_init__(self) -> None:
+        if self.role != "user" and any(isinstance(part, Image) for part in self.parts):
+            raise UsageError(f"a message of role {self.role!r} has an image: put it into a user's message")
 
     def to_json(self) -> dict[str, Any]:
         return {"role": self.role, "parts": [part.to_json() for part in self.parts]}
@@ -212,29 +217,30 @@ class Draw:
 
 
 def swap_images(request: Request, order: Sequence[int], label: str) -> Request:
-    """The same request with its images in another order."""
-    images = iter([request.images[index] for index in order])
-    messages = tuple(
-        replace(
-            message,
-            parts=tuple(Image(next(images), part.uuid) if isinstance(part, Image) else part for part in message.parts),
-        )
-        for message in request.messages
-    )
-    return replace(request, label=label, messages=messages)
+    """The same request with its images in another order; `order` names every image once.
+
+    An image keeps the client's name for it: the name of another content would be another case. Raises ValueError.
+    """
+    images = [part for message in request.messages for part in message.parts if isinstance(part, Image)]
+    if sorted(order) != list(range(len(images))):
+        raise ValueError(f"{list(order)} is no order of {len(images)} images")
+    return replace_images(request, [images[index] for index in order], label)
 
 
 def replace_images(request: Request, images: Iterable[Image], label: str) -> Request:
-    """The same request with other images."""
-    fresh = iter(images)
+    """The same request with other images, as many as it has. Raises ValueError for another number."""
+    fresh = list(images)
+    if len(fresh) != len(request.images):
+        raise ValueError(f"{len(fresh)} images for the {len(request.images)} of {request.label!r}")
+    rest = iter(fresh)
     messages = tuple(
-        replace(message, parts=tuple(next(fresh) if isinstance(part, Image) else part for part in message.parts))
+        replace(message, parts=tuple(next(rest) if isinstance(part, Image) else part for part in message.parts))
         for message in request.messages
     )
     return replace(request, label=label, messages=messages)
 
 
-def lengthen(request: Request) -> Request:
+def lengthen(request: Request, times: int = 1) -> Request:
     """The same request, a little longer at its end: moves a prompt off a length that a KV connector cannot serve."""
     *before, last = request.messages
-    return replace(request, messages=(*before, replace(last, parts=(*last.parts, Text(" So?")))))
+    return replace(request, messages=(*before, replace(last, parts=(*last.parts, *[Text(" So?")] * times))))

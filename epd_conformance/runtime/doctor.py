@@ -27,6 +27,7 @@ from epd_conformance.errors import UsageError
 from epd_conformance.runtime import repairs, vllm_info
 from epd_conformance.topology.claims import PORTS, bindable
 from epd_conformance.topology.devices import GIB, SERVER_GIB, Inventory
+from epd_conformance.topology.zygote import FORK_CONTEXT
 
 SCHEMA = "epd-conformance/doctor/v1"
 
@@ -109,7 +110,8 @@ def diagnose(model: str | None = None) -> Diagnosis:
         checks.append(_model(model))
     # A probe that did not finish has been reported by the check on torchvision.
     try:
-        patches = tuple(repairs.in_force())
+        # On CPU servers are forked from a warmed parent unless somebody asks for --boot plain.
+        patches = tuple(repairs.in_force(*([FORK_CONTEXT] if vllm is not None and vllm.platform == "cpu" else [])))
     except UsageError:
         patches = ()
     names = ", ".join(patch["name"] for patch in patches)

@@ -1,12 +1,14 @@
 """Claims on what all runs of a host share: TCP ports, and memory that was promised but is not taken yet.
 
-Each claim is a file under a folder common to the user's runs, locked while its owner lives. A lock ends with its process, so
-a crash leaves no claim behind; the file itself is then taken over by whoever comes next.
+A port is claimed by binding an abstract unix socket of its number: like the port itself it belongs to the network namespace,
+whichever user or temporary folder a run has. A promise of memory is a file under a folder common to the user's runs, locked
+while its owner lives. Both end with their process, so a crash leaves no claim behind.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -14,7 +16,7 @@ import random
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import IO
 
@@ -23,13 +25,20 @@ from epd_conformance.topology.devices import SERVER_GIB, Inventory, never_fits, 
 
 # Below the range from which Linux and vLLM's own get_open_port take ports (32768 and up), above the registered services.
 PORTS = range(20000, 32000)
+# How often a run that waits for memory looks again: servers end within seconds.
+POLL_S = 1.0
 
 
 def folder() -> Path:
-    """Where the claims of this user's runs lie."""
+    """Where the promises of this user's runs lie. Raises UsageError where it cannot be used."""
     path = Path(tempfile.gettempdir()) / f"epd-conformance-{os.getuid()}"
-    (path / "ports").mkdir(parents=True, exist_ok=True, mode=0o700)
-    (path / "memory").mkdir(parents=True, exist_ok=True, mode=0o700)
+    try:
+        path.mkdir(mode=0o700, exist_ok=True)
+        if path.is_symlink() or path.stat().st_uid != os.getuid():
+            raise PermissionError(0, "belongs to another user")
+        (path / "memory").mkdir(mode=0o700, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"the folder {path} cannot be used ({error.strerror}): remove it, or set TMPDIR") from None
     return path
 
 
@@ -56,40 +65,51 @@ def bindable(port: int, host: str = "127.0.0.1") -> bool:
 
 
 class Ports:
-    """Ports claimed by this run; released by `close` or the end of the process."""
+    """Ports claimed by this run; released by `release`, `close` or the end of the process."""
 
     def __init__(self) -> None:
-        self._held: dict[int, IO[str]] = {}
+        self._held: dict[int, socket.socket] = {}
+        # Not the module's functions: whoever seeds those would have every run try the same ports.
+        self._random = random.Random()
 
     def take(self) -> int:
         """A free port that no other run will take. Raises UsageError when there is none."""
-        for port in random.sample(PORTS, len(PORTS)):
+        for port in self._random.sample(PORTS, len(PORTS)):
             if self._claim(port):
                 return port
         raise UsageError(f"no free port between {PORTS.start} and {PORTS.stop - 1}: stop what listens there")
 
     def take_exactly(self, port: int) -> int:
-        """Claim a port that a person asked for. Raises UsageError when it is taken."""
+        """Claim a port that a person asked for. Raises UsageError when it is taken or no port."""
+        if not 1 <= port <= 65535:
+            raise UsageError(f"{port} is no port: use one from 1 to 65535")
         if not self._claim(port):
             raise UsageError(f"port {port} is taken by another program: stop it or choose another port")
         return port
 
     def _claim(self, port: int) -> bool:
-        if port in self._held:
-            return False
-        handle = _lock(folder() / "ports" / str(port))
-        if handle is None:
+        claim = socket.socket(socket.AF_UNIX)
+        try:
+            claim.bind(f"\0epd-conformance.port.{port}")
+        except OSError as error:
+            claim.close()
+            if error.errno != errno.EADDRINUSE:
+                raise
             return False
         if not bindable(port):
-            handle.close()
+            claim.close()
             return False
-        self._held[port] = handle
+        self._held[port] = claim
         return True
 
+    def release(self, ports: Iterable[int]) -> None:
+        """Give ports back, whose servers have ended."""
+        for port in ports:
+            if (claim := self._held.pop(port, None)) is not None:
+                claim.close()
+
     def close(self) -> None:
-        for handle in self._held.values():
-            handle.close()
-        self._held.clear()
+        self.release(list(self._held))
 
 
 class Memory:
@@ -97,7 +117,9 @@ class Memory:
 
     def __init__(self) -> None:
         self._path = folder() / "memory" / f"{os.getpid()}-{random.getrandbits(32):08x}"
-        handle = _lock(self._path)
+        # In turn: between making and locking the file another run would take it for one that a dead run has left.
+        with self._turn():
+            handle = _lock(self._path)
         assert handle is not None, "the name is new"
         self._handle = handle
 
@@ -129,7 +151,7 @@ class Memory:
         servers: int,
         wait_s: float,
         say: Callable[[str], None],
-        read: Callable[[], Inventory] = Inventory.read,
+        read: Callable[[], Inventory] = lambda: Inventory.read(gpus=False),
     ) -> None:
         """Wait until `servers` more CPU servers fit, then promise their memory.
 
@@ -154,7 +176,7 @@ class Memory:
             if not told:
                 say(f"waiting for memory: {missing}")
                 told = True
-            time.sleep(1.0)
+            time.sleep(POLL_S)
 
     @contextlib.contextmanager
     def _turn(self) -> Iterator[None]:

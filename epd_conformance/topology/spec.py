@@ -6,9 +6,10 @@ Words are those of the field: `encode` computes embeddings, `prefill` and `decod
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
@@ -56,7 +57,7 @@ class Topology:
             return cls(name, tuple(_NAMED[name].items()))
         counts: dict[Role, int] = {}
         for part in name.split("-"):
-            match = re.fullmatch(r"(\d+)(e|pd|p|d)", part)
+            match = re.fullmatch(r"([0-9]{1,3})(e|pd|p|d)", part)
             if match is None or _LETTERS[match[2]] in counts:
                 raise _invalid(text)
             counts[_LETTERS[match[2]]] = int(match[1])
@@ -94,8 +95,9 @@ class Topology:
 
 
 def _invalid(text: str) -> UsageError:
+    shown = text if len(text) <= 60 else f"{text[:60]}…"
     return UsageError(
-        f"{text!r} is no topology: use aggregated, e-pd, p-d or e-p-d, or sizes from 1 to {MOST_PER_ROLE} "
+        f"{shown!r} is no topology: use aggregated, e-pd, p-d or e-p-d, or sizes from 1 to {MOST_PER_ROLE} "
         "in that order, such as 2e-1pd or 1e-2p-2d"
     )
 
@@ -127,16 +129,6 @@ class Shape:
     prefix_caching: bool = True
 
 
-@dataclass(frozen=True)
-class ServerPlan:
-    """Everything that decides how one server is started, before devices and ports are known."""
-
-    name: str
-    role: Role
-    flags: tuple[str, ...]
-    environment: Mapping[str, str] = field(default_factory=dict)
-
-
 def server_flags(
     role: Role,
     *,
@@ -155,8 +147,6 @@ def server_flags(
     `ec_config` and `kv_config` are the JSON of `--ec-transfer-config` and `--kv-transfer-config`; `media_limits` the most
     items of each modality in a prompt; `extra` comes last, so that a subject's own arguments win.
     """
-    import json
-
     flags = [
         "--model", model,
         "--served-model-name", served_name,

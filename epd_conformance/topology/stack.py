@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -22,6 +23,7 @@ from epd_conformance.topology.claims import Memory, Ports
 from epd_conformance.topology.devices import Inventory, Placement, assign
 from epd_conformance.topology.launcher import Boot, Launcher, Process
 from epd_conformance.topology.spec import Role, Shape, Topology, ec_role, kv_role, server_flags
+from epd_conformance.topology.zygote import FORK_CONTEXT
 
 VLLM_SERVER = "vllm.entrypoints.openai.api_server"
 PROXY = "epd_conformance.proxy"
@@ -52,6 +54,7 @@ class StackSpec:
 
     `subject` is None for a baseline. `recorder` False gives the connectors to vLLM as they are, without journals.
     `stages` names another proxy stage class (`module:Class`), for the negative controls that plant a proxy defect.
+    `port` is where clients connect; a free one unless given.
     """
 
     name: str
@@ -60,6 +63,7 @@ class StackSpec:
     subject: Subject | None = None
     recorder: bool = True
     stages: str | None = None
+    port: int | None = None
 
 
 @dataclass
@@ -90,6 +94,7 @@ class Stack:
     proxy: Process | None = None
     base_url: str = ""
     helpers: list[Process] = field(default_factory=list)
+    ports: list[int] = field(default_factory=list)
 
     @property
     def journal(self) -> Journal:
@@ -109,8 +114,15 @@ class Stack:
 
     def dead(self) -> list[Process]:
         """Processes of this stack that have ended."""
-        processes = [server.process for server in self.servers] + ([self.proxy] if self.proxy else [])
-        return [process for process in processes if not process.alive]
+        return [process for process in self.processes() if not process.alive]
+
+    def processes(self) -> list[Process]:
+        """Everything that was started for this stack: proxies first, so that no request reaches a server that is ending."""
+        return [
+            *self.helpers,
+            *([self.proxy] if self.proxy else []),
+            *(server.process for server in self.servers),
+        ]
 
 
 class Site:
@@ -129,13 +141,19 @@ class Site:
         memory_wait_s: float = MEMORY_WAIT_S,
         cache: Path | None = None,
     ) -> None:
-        """`folder`: logs, journals and stores are kept under it. `say`: receives one line of progress at a time."""
+        """`folder`: logs, journals and stores are kept under it. `say`: receives one line of progress at a time.
+
+        `inventory`: what to believe about the machine; read, and before each boot read again, unless given.
+        Raises UsageError where the model is a folder that holds none, or the device cannot be booted so.
+        """
         if device == "cuda" and boot is Boot.FORK:
             raise UsageError("servers on GPU cannot be forked from a parent that imported CUDA: use --boot plain")
         self.folder = folder
         self.model = model
         self.device = device
-        self.inventory = inventory or Inventory.read()
+        _check_model(model)
+        self._stated = inventory
+        self.inventory = inventory or Inventory.read(gpus=device == "cuda")
         self.say = say
         self.ready_s = ready_s or READY_S[device]
         self.memory_wait_s = memory_wait_s
@@ -146,7 +164,12 @@ class Site:
         self.stacks: list[Stack] = []
 
     def __enter__(self) -> Self:
-        self.launcher.__enter__()
+        try:
+            self.launcher.__enter__()
+        except BaseException:
+            self.ports.close()
+            self.memory.close()
+            raise
         return self
 
     def __exit__(
@@ -166,31 +189,41 @@ class Site:
 
     def patches(self) -> list[dict[str, str]]:
         """Every deviation from an untouched vLLM that is in force in the servers of this site."""
-        from epd_conformance.topology.zygote import PATCH
-
-        patches = repairs.in_force() if self.device == "cpu" else []
-        return [*patches, PATCH] if self.launcher.boot is Boot.FORK else patches
+        return repairs.in_force(*([FORK_CONTEXT] if self.launcher.boot is Boot.FORK else []))
 
     # -- boot ----------------------------------------------------------------------------------------------------------
 
     def boot(self, *specs: StackSpec) -> list[Stack]:
         """Boot stacks side by side and wait until each is ready.
 
-        Raises UsageError where they do not fit the machine, StackError where a server does not come up: then everything
-        that these stacks had started is stopped.
+        Raises UsageError where they do not fit the machine or a server dies of what it was asked for (causes.py says
+        which deaths those are), StackError where one does not come up for another reason. Then everything that these stacks
+        had started is stopped.
+
+        A stack of the name of an earlier one gets another (`e-pd-2`): folder, journals and logs are its own.
         """
+        specs = tuple(replace(spec, name=self._unused(spec.name)) for spec in specs)
         names = [(f"{spec.name}.{name}", role) for spec in specs for name, role in spec.topology.servers()]
-        if self.device == "cpu":
-            self.memory.admit(len(names), self.memory_wait_s, self.say)
         placements = assign(names, self.inventory, self.device)
+        if self.device == "cpu":
+            self.memory.admit(len(names), self.memory_wait_s, self.say, self._machine)
         began = time.monotonic()
         stacks: list[Stack] = []
         try:
             for spec in specs:
-                stacks.append(self._start(spec, placements))
+                stacks.append(Stack(spec, self.folder / "stacks" / spec.name))
+                if spec.port:
+                    # Before anything is started: it may be taken.
+                    self._port(stacks[-1], spec.port)
+            for stack in stacks:
+                self._start(stack, placements, began)
             if self.launcher.boot is Boot.FORK:
                 self.say(f"starting {len(names)} servers from a warmed parent")
-            self._wait(stacks, began)
+            self._wait(
+                [(stack, server) for stack in stacks for server in stack.servers],
+                [stack for stack in stacks if stack.proxy is not None],
+                began,
+            )
         except BaseException:
             for stack in stacks:
                 self.stop(stack)
@@ -203,20 +236,32 @@ class Site:
 
     def stop(self, stack: Stack) -> None:
         """End a stack's processes; its logs, journals and stores stay."""
-        for process in [
-            *([stack.proxy] if stack.proxy else []),
-            *(server.process for server in stack.servers),
-        ]:
+        for process in stack.processes():
             with contextlib.suppress(StackError):
                 self.launcher.stop(process)
+        self.ports.release(stack.ports)
+        stack.ports.clear()
         if stack in self.stacks:
             self.stacks.remove(stack)
 
-    def _start(self, spec: StackSpec, placements: Mapping[str, Placement]) -> Stack:
-        stack = Stack(spec, self.folder / "stacks" / spec.name)
+    def _machine(self) -> Inventory:
+        return self._stated or Inventory.read(gpus=False)
+
+    def _unused(self, name: str) -> str:
+        further = (f"{name}-{number}" for number in itertools.count(2))
+        return next(free for free in itertools.chain([name], further) if not (self.folder / "stacks" / free).exists())
+
+    def _port(self, stack: Stack, asked: int | None = None) -> int:
+        port = self.ports.take_exactly(asked) if asked else self.ports.take()
+        stack.ports.append(port)
+        return port
+
+    def _start(self, stack: Stack, placements: Mapping[str, Placement], began: float) -> None:
+        """Start the processes of a stack; what has been started stands in `stack` when this raises."""
+        spec = stack.spec
         for directory in ("journal", "store", "kv"):
             (stack.folder / directory).mkdir(parents=True, exist_ok=True)
-        side_ports = {name: self.ports.take() for name, _ in spec.topology.servers()} if spec.subject else {}
+        side_ports = {name: self._port(stack) for name, _ in spec.topology.servers()} if spec.subject else {}
         info = StackInfo(
             topology=spec.topology.kind,
             sizes={str(role): count for role, count in spec.topology.counts},
@@ -248,7 +293,8 @@ class Site:
                 kv_config=_recorded_kv(kv) if kv is not None and spec.recorder else kv,
                 extra=(*placement.flags, *(launch.arguments if launch else ())),
             )
-            port = self.ports.take()
+            direct = spec.port if spec.topology.kind == "aggregated" else None
+            port = direct or self._port(stack)
             environment = {
                 DIRECTORY: str(stack.folder / "journal"),
                 SERVER: name,
@@ -261,14 +307,16 @@ class Site:
             )
             server = Server(name, role, port, process, flags, placement, expects if spec.recorder else ())
             stack.servers.append(server)
+            if _shares_gpu(full, placements):
+                # While it starts vLLM measures how much GPU memory is taken, and counts what a neighbour takes as its own.
+                self._wait([(stack, server)], [], began)
         if spec.topology.kind == "aggregated":
             stack.base_url = stack.servers[0].url
         else:
             self._start_proxy(stack)
-        return stack
 
     def _start_proxy(self, stack: Stack) -> None:
-        port = self.ports.take()
+        port = stack.spec.port or self._port(stack)
         arguments = ["--host", "127.0.0.1", "--port", str(port)]
         for role, option in (
             (Role.ENCODE, "--encode"),
@@ -285,7 +333,7 @@ class Site:
 
     def start_bypass(self, stack: Stack) -> str:
         """Start a second proxy that knows no encode server, for requests that shall not be primed; returns its address."""
-        port = self.ports.take()
+        port = self._port(stack)
         arguments = ["--host", "127.0.0.1", "--port", str(port)]
         for role, option in ((Role.PREFILL, "--prefill"), (Role.DECODE, "--decode")):
             for server in stack.of(role):
@@ -296,7 +344,7 @@ class Site:
         deadline = time.monotonic() + self.ready_s
         while not _healthy(url):
             if not process.alive:
-                raise StackError(process.obituary())
+                raise process.failure()
             if time.monotonic() > deadline:
                 raise StackError(f"{process.name} not ready within {self.ready_s:.0f} s\n{causes.tail(process.log)}")
             time.sleep(0.05)
@@ -315,27 +363,27 @@ class Site:
             }, {}
         return {"kv_connector": "NixlConnector", "kv_role": part}, {
             "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
-            "VLLM_NIXL_SIDE_CHANNEL_PORT": str(self.ports.take()),
+            "VLLM_NIXL_SIDE_CHANNEL_PORT": str(self._port(stack)),
         }
 
     # -- readiness -----------------------------------------------------------------------------------------------------
 
-    def _wait(self, stacks: Sequence[Stack], began: float) -> None:
-        waiting = [(stack, server) for stack in stacks for server in stack.servers]
-        proxies = [stack for stack in stacks if stack.proxy is not None]
+    def _wait(self, waiting: list[tuple[Stack, Server]], proxies: list[Stack], began: float) -> None:
+        """Wait until servers and proxies are ready; empties both lists."""
         deadline = time.monotonic() + self.ready_s
         told = began
         while waiting or proxies:
             for stack, server in list(waiting):
                 if not server.process.alive:
-                    raise StackError(server.process.obituary())
+                    raise server.process.failure()
                 if _healthy(server.url) and _lists_model(server.url) and self._connected(stack, server):
                     server.ready_after_s = time.monotonic() - began
                     waiting.remove((stack, server))
+                    self.launcher.tree(server.process)  # its shared memory exists by now, and is noted
             for stack in list(proxies):
                 assert stack.proxy is not None
                 if not stack.proxy.alive:
-                    raise StackError(stack.proxy.obituary())
+                    raise stack.proxy.failure()
                 # Its health is that of all its servers, so it comes last by itself.
                 if _healthy(stack.base_url):
                     proxies.remove(stack)
@@ -405,16 +453,35 @@ def _recorded_kv(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _shares_gpu(name: str, placements: Mapping[str, Placement]) -> bool:
+    gpu = placements[name].environment.get("CUDA_VISIBLE_DEVICES")
+    others = [one.environment.get("CUDA_VISIBLE_DEVICES") for other, one in placements.items() if other != name]
+    return gpu is not None and gpu in others
+
+
+def _check_model(model: ModelUse) -> None:
+    """Refuse at once what every server would refuse half a minute later."""
+    if (model.local or Path(model.path).is_absolute()) and not (Path(model.path) / "config.json").is_file():
+        raise UsageError(f"no model in the folder {model.path}: name one that holds config.json and weights")
+
+
+def _get(url: str) -> requests.Response:
+    with requests.Session() as session:
+        # A proxy for the outside world, set in the environment, does not know our loopback interface.
+        session.trust_env = False
+        return session.get(url, timeout=2)
+
+
 def _healthy(url: str) -> bool:
     try:
-        return requests.get(f"{url}/health", timeout=2).status_code == 200
+        return _get(f"{url}/health").status_code == 200
     except requests.RequestException:
         return False
 
 
 def _lists_model(url: str) -> bool:
     try:
-        listed = requests.get(f"{url}/v1/models", timeout=2).json()
+        listed = _get(f"{url}/v1/models").json()
         return any(model.get("id") == SERVED_NAME for model in listed.get("data", ()))
     except (requests.RequestException, ValueError, AttributeError):
         return False
@@ -427,6 +494,9 @@ def server_environment(device: str, model: ModelUse, cache: Path | None) -> dict
     environment = dict(os.environ)
     # A caller's own setting of what shapes numbers or batches would make two machines incomparable.
     for name in ("VLLM_USE_V2_MODEL_RUNNER", "VLLM_BATCH_INVARIANT", "OMP_NUM_THREADS", "VLLM_LOGGING_LEVEL"):
+        environment.pop(name, None)
+    # The one makes servers ask everybody for a key, the other gives all of them the same internal ports.
+    for name in ("VLLM_API_KEY", "VLLM_PORT"):
         environment.pop(name, None)
     folder = cache or default_cache()
     environment |= {
@@ -458,5 +528,4 @@ def server_environment(device: str, model: ModelUse, cache: Path | None) -> dict
             # By default every server's worker would be bound to the same core.
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         }
-        environment.update(repairs.server_environment(environment))
-    return environment
+    return environment | repairs.server_environment(environment)

@@ -29,14 +29,16 @@ import traceback
 from pathlib import Path
 from typing import Any, NoReturn
 
+from epd_conformance.runtime.repairs import Repair
 from epd_conformance.runtime.site import _epd_lifeline as lifeline
 
-PATCH = {
-    "name": "fork-context",
-    "what": "vLLM's processes are forked from a warmed parent instead of spawned (get_mp_context gives a fork context), and "
-    "a model's class is inspected in the process itself",
-    "why": "a server is up in 2-3 s instead of half a minute; --boot plain starts servers without it",
-}
+FORK_CONTEXT = Repair(
+    name="fork-context",
+    what="vLLM's processes are forked from a warmed parent instead of spawned (get_mp_context gives a fork context), and a "
+    "model's class is inspected in the process itself",
+    why="a server is up in 2-3 s instead of half a minute; --boot plain starts servers without it",
+    needed=lambda: True,
+)
 
 # What a server imports on its way up. A module that this release of vLLM does not have costs only the time it would have
 # saved, so a missing one is reported and is no error.
@@ -127,11 +129,12 @@ def become_server(request: dict[str, Any]) -> NoReturn:
     os.close(log)
     os.close(null)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    token = os.environ.get("EPD_ZYGOTE_LIFELINE", "")
+    handed_on = {
+        "EPD_LIFELINE": os.environ.get("EPD_ZYGOTE_LIFELINE", ""),
+        "EPD_SCRATCH": os.environ.get("EPD_SCRATCH", ""),
+    }
     os.environ.clear()
-    os.environ.update(request["env"])
-    os.environ["EPD_LIFELINE"] = token
+    os.environ.update({**request["env"], **handed_on})
     lifeline.watch()
     if request.get("cwd"):
         os.chdir(request["cwd"])
@@ -148,6 +151,8 @@ def become_server(request: dict[str, Any]) -> NoReturn:
             runpy.run_module(module, run_name="__main__", alter_sys=True)
     except SystemExit as stop:
         code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+        if isinstance(stop.code, str):
+            print(stop.code, file=sys.stderr)
     except BaseException:
         traceback.print_exc()
         code = 1
@@ -157,24 +162,44 @@ def become_server(request: dict[str, Any]) -> NoReturn:
 
 
 def fork_server(channel: socket.socket, request: dict[str, Any]) -> None:
-    """Fork twice, answer with the server's pid."""
+    """Fork twice, answer with the server's pid. A fork that the kernel refuses is an answer too."""
     reader, writer = os.pipe()
-    middle = os.fork()
-    if middle == 0:
-        os.close(reader)
+    pid, error = 0, "fork failed: too many processes, or too little memory"
+    try:
+        middle = os.fork()
+    except OSError as refused:
+        error = f"fork failed: {refused.strerror}"
+    else:
+        if middle == 0:
+            os.close(reader)
+            _fork_again(channel, writer, request)
+        # Else the end of the middle one would not be seen.
+        os.close(writer)
+        writer = -1
+        pid = int(os.read(reader, 32) or b"0")
+        os.waitpid(middle, 0)
+    if writer >= 0:
+        os.close(writer)
+    os.close(reader)
+    answer: dict[str, Any] = {"id": request["id"], "pid": pid} if pid else {"id": request["id"], "error": error}
+    channel.sendall((json.dumps(answer) + "\n").encode())
+
+
+def _fork_again(channel: socket.socket, writer: int, request: dict[str, Any]) -> NoReturn:
+    """In the middle process, a copy of the warmed parent with its socket: whatever goes wrong must end here."""
+    code = 1
+    try:
         server = os.fork()
         if server == 0:
             os.close(writer)
             channel.close()
             become_server(request)
         os.write(writer, str(server).encode())
-        os._exit(0)
-    os.close(writer)
-    pid = int(os.read(reader, 32) or b"0")
-    os.close(reader)
-    os.waitpid(middle, 0)
-    answer: dict[str, Any] = {"id": request["id"], "pid": pid} if pid else {"id": request["id"], "error": "fork failed"}
-    channel.sendall((json.dumps(answer) + "\n").encode())
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+    os._exit(code)
 
 
 def main() -> None:

@@ -1,0 +1,389 @@
+"""Made-up evidence of cells, event by event as the recorders write it: stories that go well, for tests to spoil."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from epd_conformance.oracle.answers import Answer
+from epd_conformance.oracle.judges import CellEvidence
+from epd_conformance.oracle.transport import Roles
+from epd_conformance.plans.plan import Draw, Plan, Request, replace_images, swap_images
+from epd_conformance.verdict import Owner
+
+FILE_KV = "vllm.distributed.kv_transfer.kv_connector.v1.example_connector.ExampleConnector"
+CONNECTOR = "epd_conformance.connectors.verified_store.VerifiedStoreConnector"
+PROMPT = 300
+BLOCK = 32
+# As on a real server: words, then items of twelve rows with two marker tokens between them.
+FIRST, STRIDE, ROWS = 29, 14, 12
+
+
+def digest_of(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def key_of(image: Any) -> str:
+    return digest_of(json.dumps(image.to_json()))
+
+
+def good_answer(request: Request, label: str | None = None, rid: str = "0" * 32, **changes: Any) -> Answer:
+    """What every server answers to a request: ids that depend on its content only."""
+    seed = bytes.fromhex(request.digest())
+    answer = Answer(
+        label=label or request.label,
+        request_id=rid,
+        status=200,
+        prompt_ids=(1, 2, 3, *seed[:4], 4),
+        ids=tuple(seed[:12]),
+        logprobs=tuple(-1.0 - index / 8 for index in range(12)),
+        margins=tuple(0.25 + index / 16 for index in range(12)),
+        finish_reason="length",
+    )
+    return replace(answer, **changes)
+
+
+class Story:
+    """A stack that serves the requests of one cell, one after the other."""
+
+    def __init__(
+        self, judge: str, topology: str, plan: Plan, *, owner: Owner = Owner.CONNECTOR, prompt: int = PROMPT
+    ) -> None:
+        self.judge, self.topology, self.plan, self.owner, self.prompt = judge, topology, plan, owner, prompt
+        self.now = 1000.0
+        self.events: list[dict[str, Any]] = []
+        self.sequence: dict[tuple[str, str], int] = {}
+        self.answers: list[Answer] = []
+        self.facts: dict[str, Any] = {}
+        self.held: set[str] = set()
+        self.encoder_holds: set[str] = set()
+        both = topology == "aggregated"
+        pd = topology == "e-p-d"
+        self.roles = Roles(
+            encode=frozenset() if both else frozenset({"encode-0"}),
+            consumers=frozenset({"aggregated-0" if both else "prefill-0" if pd else "prefill_decode-0"}),
+            decode=frozenset({"decode-0"} if pd else ()),
+            both=frozenset({"aggregated-0"} if both else ()),
+        )
+        (self.consumer,) = self.roles.consumers
+        for server in sorted(self.roles.encode | self.roles.consumers):
+            for side in ("worker", "scheduler"):
+                blocks = None if side == "worker" else 1 if server == "encode-0" else 4096
+                self.write(server, side, "init", connector=CONNECTOR, ec_role="", blocks=blocks, block_size=BLOCK)
+        for server in ("prefill-0", "decode-0") if pd else ():
+            for side in ("kv-worker", "kv-scheduler"):
+                self.write(server, side, "init", connector=FILE_KV, kv_role="", block_size=BLOCK)
+        self.before = list(self.events)
+        self.events.clear()
+
+    def write(self, server: str, side: str, ev: str, **fields: Any) -> None:
+        self.now += 0.001
+        seq = self.sequence.get((server, side), 0)
+        self.sequence[server, side] = seq + 1
+        self.events.append({"seq": seq, "t": self.now, "server": server, "side": side, "ev": ev, **fields})
+
+    def items(self, request: Request) -> list[dict[str, Any]]:
+        return [
+            {
+                "id": key_of(image),
+                "modality": "image",
+                "offset": FIRST + STRIDE * index,
+                "length": ROWS,
+                "embeds": ROWS,
+                "media": True,
+            }
+            for index, image in enumerate(request.images)
+        ]
+
+    def form(self, key: str) -> dict[str, Any]:
+        return {
+            "id": key,
+            "seconds": 0.0005,
+            "digest": digest_of("rows of " + key),
+            "rows": ROWS,
+            "width": 128,
+            "shape": [ROWS, 128],
+            "dtype": "float32",
+            "bytes": ROWS * 512,
+        }
+
+    def step(self, server: str, req: str, encode: Sequence[str] = (), prompt: int = PROMPT) -> None:
+        self.write(
+            server,
+            "scheduler",
+            "step",
+            new=[{"req": req, "computed": 0, "prompt": prompt}],
+            encode={req: list(encode)} if encode else {},
+            allocated=[],
+            free=[],
+        )
+
+    def prime(self, request: Request, rid: str) -> None:
+        for index, item in enumerate(self.items(request)):
+            req = f"chatcmpl-{rid}-e{index}-{index:08x}"
+            self.write("encode-0", "scheduler", "request", req=req, items=[{**item, "offset": 7}], prompt=33)
+            fresh = item["id"] not in self.encoder_holds
+            self.encoder_holds.add(item["id"])
+            self.step("encode-0", req, [item["id"]] if fresh else (), 33)
+            if fresh:
+                self.write("encode-0", "worker", "save", **self.form(item["id"]))
+            self.write("encode-0", "scheduler", "finished", req=req, delayed=False)
+
+    def consume(self, request: Request, rid: str, leg: str, primed: bool) -> None:
+        server, items = self.consumer, self.items(request)
+        req = f"chatcmpl-{rid}{leg}-00abcdef"
+        self.write(server, "scheduler", "request", req=req, items=items, prompt=self.prompt)
+        missing = list(dict.fromkeys(item["id"] for item in items if item["id"] not in self.held))
+        for key in missing:
+            self.write(server, "scheduler", "lookup", req=req, id=key, found=primed)
+        self.step(server, req, () if primed else missing)
+        for key in missing:
+            event = "load" if primed else "save" if server in self.roles.both else "encoded"
+            self.write(server, "worker", event, **self.form(key))
+        self.held.update(missing)
+        self.write(server, "scheduler", "finished", req=req, delayed=False)
+
+    def decode(self, request: Request, rid: str) -> None:
+        req = f"chatcmpl-{rid}-d-00fedcba"
+        tokens = (self.prompt - 1) // BLOCK * BLOCK
+        self.write("decode-0", "kv-scheduler", "kv-match", req=req, tokens=tokens, prompt=self.prompt)
+        self.write("decode-0", "kv-scheduler", "kv-take", req=req, tokens=tokens)
+        self.write(
+            "decode-0",
+            "kv-scheduler",
+            "kv-new",
+            req=req,
+            computed=tokens,
+            prompt=self.prompt,
+            items=self.items(request),
+        )
+        self.write("decode-0", "kv-worker", "kv-injected", tokens=tokens)
+
+    def send(self, request: Request, *, primed: bool = True, direct: bool = False) -> None:
+        rid = digest_of(f"{self.judge}/{len(self.answers)}")[:32]
+        started = self.now = self.now + 0.1
+        if primed and not direct:
+            self.prime(request, rid)
+        leg = "" if direct else "-p" if self.roles.decode else "-d"
+        self.consume(request, rid, leg, primed)
+        if self.roles.decode:
+            self.decode(request, rid)
+        self.answers.append(
+            good_answer(request, rid=rid, started=started, seconds=self.now - started, streamed=request.stream)
+        )
+
+    def evidence(self) -> CellEvidence:
+        baseline = {}
+        for request in (*self.plan.requests, *self.plan.contrasts):
+            arms = ("aggregated", "p-d") if self.roles.decode and request in self.plan.requests else ("aggregated",)
+            baseline[request.digest()] = {arm: good_answer(request, "baseline") for arm in arms}
+        return CellEvidence(
+            cell=f"EPD-TOK-000[{self.topology}/made/{self.judge}]",
+            judge=self.judge,
+            topology=self.topology,
+            owner=self.owner,
+            plan=self.plan,
+            answers=tuple(self.answers),
+            baseline=baseline,
+            admitted=frozenset(request.digest() for request in self.plan.requests),
+            floor=0.0,
+            floor_enough=True,
+            roles=self.roles,
+            before=tuple(self.before),
+            during=tuple(self.events),
+            facts=self.facts,
+        )
+
+
+def _plan(judge: str, images: int) -> Plan:
+    draw = Draw(0, judge)
+    drawn = [draw.image() for _ in range(images)]
+    if judge in ("text-only", "untouched"):
+        return Plan((draw.request("text"),), (draw.request("other text"),))
+    if judge == "twice":
+        return Plan((draw.request("twice", drawn[0], drawn[0]),))
+    if judge == "constructed":
+        return Plan(())
+    request = draw.request("images", *drawn)
+    if judge == "warm":
+        contrast = replace_images(request, [draw.image() for _ in drawn], "other")
+        return Plan((request, draw.request("warm", *drawn)), (contrast,))
+    if judge in ("both", "stage-error"):
+        again = replace(request, label="again", stream=judge == "stage-error")
+        return Plan((request, again), (replace_images(request, [draw.image() for _ in drawn], "other"),))
+    if judge == "equality" and images > 1:
+        return Plan((request,), (swap_images(request, list(reversed(range(images))), "swapped"),))
+    return Plan((request,), (replace_images(request, [draw.image() for _ in drawn], "other"),))
+
+
+def passing(judge: str, topology: str = "", *, images: int = 2, prompt: int = PROMPT, owner: str = "") -> CellEvidence:
+    """Evidence of a cell that went well."""
+    topology = topology or {"both": "aggregated", "kv-taken": "e-p-d"}.get(judge, "e-pd")
+    story = Story(
+        judge, topology, _plan(judge, images), owner=Owner(owner) if owner else Owner.CONNECTOR, prompt=prompt
+    )
+    if judge == "stage-error":
+        story.facts = {"stage": "encode", "status": 404}
+        for index, request in enumerate(story.plan.requests):
+            error = {"stage": "encode", "upstream_status": 404, "request_id": f"r{index}", "message": "no such model"}
+            story.answers.append(
+                Answer(request.label, f"r{index}", 404, body=json.dumps({"error": error}), streamed=request.stream)
+            )
+    elif judge == "constructed":
+        story.facts = {"servers": sorted(story.roles.encode | story.roles.consumers)}
+    elif judge == "encode-only":
+        story.facts = {"blocks": {"encode-0": 1}, "status": 200, "completion_tokens": 0}
+    elif judge == "both":
+        first, second = story.plan.requests
+        story.send(first, primed=False, direct=True)
+        story.held.clear()
+        story.facts = {"reset_status": 200}
+        story.send(second, direct=True)
+    elif judge == "miss":
+        story.send(story.plan.requests[0], primed=False, direct=topology == "e-pd")
+    else:
+        for request in story.plan.requests:
+            story.send(request)
+    return story.evidence()
+
+
+# -- spoiling ----------------------------------------------------------------------------------------------------------
+
+
+def with_events(
+    cell: CellEvidence, change: Callable[[list[dict[str, Any]]], Any], where: str = "during"
+) -> CellEvidence:
+    """The evidence after `change` has worked on a copy of its events (and may return new ones)."""
+    events = copy.deepcopy([dict(event) for event in getattr(cell, where)])
+    changed = change(events)
+    # As the journal's reader gives them.
+    ordered = tuple(sorted(events if changed is None else changed, key=lambda event: event["t"]))
+    return replace(cell, before=ordered) if where == "before" else replace(cell, during=ordered)
+
+
+def without(cell: CellEvidence, where: str = "during", **fields: Any) -> CellEvidence:
+    """The evidence without the events that have all these fields; there must be one."""
+
+    def change(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        kept = [event for event in events if not _has(event, fields)]
+        assert len(kept) < len(events), fields
+        return kept
+
+    return with_events(cell, change, where)
+
+
+def edited(cell: CellEvidence, edit: Mapping[str, Any], where: str = "during", **fields: Any) -> CellEvidence:
+    """The evidence with `edit` laid over the first event that has all these fields."""
+
+    def change(events: list[dict[str, Any]]) -> None:
+        next(event for event in events if _has(event, fields)).update(edit)
+
+    return with_events(cell, change, where)
+
+
+def inserted(cell: CellEvidence, after: Mapping[str, Any], *new: dict[str, Any], shift: float = 0.0) -> CellEvidence:
+    """The evidence with new events right behind the last one that has the fields of `after`."""
+
+    def change(events: list[dict[str, Any]]) -> None:
+        position = max(index for index, event in enumerate(events) if _has(event, after))
+        moment = events[position]["t"] + 0.0001
+        events[position + 1 : position + 1] = [
+            {"seq": 0, "t": moment + shift, "server": "x", "side": "scheduler", **event} for event in new
+        ]
+
+    return with_events(cell, change)
+
+
+def with_answer(cell: CellEvidence, index: int = -1, **changes: Any) -> CellEvidence:
+    """The evidence with one answer changed."""
+    answers = list(cell.answers)
+    answers[index] = replace(answers[index], **changes)
+    return replace(cell, answers=tuple(answers))
+
+
+def with_base(cell: CellEvidence, request: Request, arm: str = "aggregated", **changes: Any) -> CellEvidence:
+    """The evidence with one baseline answer changed."""
+    baseline = {digest: dict(arms) for digest, arms in cell.baseline.items()}
+    baseline[request.digest()][arm] = replace(baseline[request.digest()][arm], **changes)
+    return replace(cell, baseline=baseline)
+
+
+def _has(event: Mapping[str, Any], fields: Mapping[str, Any]) -> bool:
+    return all(event.get(name) == value for name, value in fields.items())
+
+
+# Which kinds of single changes each judge must notice. What is missing here its evidence does not hold, or its requirement
+# does not speak of: nobody compares the ids of a cell whose requirement is about digests.
+NOTICED: dict[str, tuple[str, ...]] = {
+    "equality": ("id", "digest", "removed", "encode", "status", "kv"),
+    "text-only": ("id", "status", "kv"),
+    "transported": ("digest", "removed", "encode", "status"),
+    "warm": ("id", "digest", "removed", "encode", "status", "kv"),
+    "miss": ("id", "status", "kv"),
+    "twice": ("digest", "removed", "encode", "status"),
+    "kv-taken": ("status", "kv"),
+    "untouched": ("status",),
+    "primed-once": ("status",),
+    "stage-error": ("status",),
+    "constructed": (),
+    "encode-only": (),
+    "both": ("id", "digest", "removed", "encode", "status"),
+}
+
+
+def tampered(cell: CellEvidence) -> Iterator[tuple[str, CellEvidence]]:
+    """Every single change of the kinds that the cell's judge must notice, named."""
+    kinds = NOTICED[cell.judge]
+    for index, answer in enumerate(cell.answers):
+        if "status" in kinds:
+            for status in (0, 429, 500):
+                yield f"status of answer {index} is {status}", with_answer(cell, index, status=status, error="made")
+        if "id" in kinds:
+            for name in ("ids", "prompt_ids"):
+                ids = list(getattr(answer, name))
+                for place in {0, len(ids) // 2, len(ids) - 1}:
+                    wrong = (*ids[:place], ids[place] + 1, *ids[place + 1 :])
+                    yield f"{name}[{place}] of answer {index}", with_answer(cell, index, **{name: wrong})
+                yield f"last of {name} of answer {index} missing", with_answer(cell, index, **{name: tuple(ids[:-1])})
+    keys = {item["id"] for event in cell.during if event["ev"] == "request" for item in event["items"]}
+    for position, event in enumerate(cell.during):
+        if event["ev"] in ("save", "load") and event["id"] in keys:
+            if "digest" in kinds:
+                yield f"digest of the {event['ev']} at {position}", _at(cell, position, digest="0" * 64)
+            if "removed" in kinds:
+                yield f"{event['ev']} at {position} removed", _drop(cell, position)
+        if event["ev"] in ("kv-take", "kv-injected") and "kv" in kinds and event["server"] in cell.roles.decode:
+            yield f"{event['ev']} at {position} halved", _at(cell, position, tokens=event["tokens"] // 2)
+            yield f"{event['ev']} at {position} removed", _drop(cell, position)
+        consumed = event["ev"] == "request" and event["server"] in cell.roles.consumers
+        # The first request of `both` is there to be encoded.
+        if consumed and "encode" in kinds and (cell.judge != "both" or event["t"] >= cell.answers[1].started):
+            step = {"ev": "step", "new": [], "encode": {"r": [event["items"][-1]["id"]]}, "allocated": [], "free": []}
+            yield f"local encode behind {position}", _add(cell, position, {**step, "server": event["server"]})
+            yield f"encode on another consumer behind {position}", _add(cell, position, {**step, "server": "prefill-9"})
+            yield (
+                f"encoded line behind {position}",
+                _add(cell, position, {"ev": "encoded", "server": event["server"], "id": event["items"][0]["id"]}),
+            )
+        if event["ev"] == "kv-new" and "kv" in kinds and event["server"] in cell.roles.decode:
+            line = {"ev": "kv-encode", "server": event["server"], "encode": {event["req"]: [0]}}
+            yield f"encode on decode behind {position}", _add(cell, position, line)
+
+
+def _at(cell: CellEvidence, position: int, **changes: Any) -> CellEvidence:
+    events = list(cell.during)
+    events[position] = {**events[position], **changes}
+    return replace(cell, during=tuple(events))
+
+
+def _drop(cell: CellEvidence, position: int) -> CellEvidence:
+    return replace(cell, during=(*cell.during[:position], *cell.during[position + 1 :]))
+
+
+def _add(cell: CellEvidence, position: int, event: Mapping[str, Any]) -> CellEvidence:
+    new = {"seq": 0, "t": cell.during[position]["t"] + 1e-5, "side": "scheduler", **event}
+    return replace(cell, during=(*cell.during[: position + 1], new, *cell.during[position + 1 :]))
