@@ -238,8 +238,8 @@ class Run:
                 self.planted.before_cell(session, cell)
             began = time.monotonic()
             evidence = session.run(cell)
-            judgement = judges.judge(evidence)
             artifacts.append(write_evidence(self.out, evidence).relative_to(self.out).as_posix())
+            judgement = judges.judge(evidence)
             if judgement.verdict is not Verdict.PASS:
                 artifacts += self._capture(cell, stage.stack)
         except (StackError, UsageError) as error:

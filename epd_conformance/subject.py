@@ -139,9 +139,14 @@ def load(name: str) -> Subject:
         return BUILT_IN[name]()
     found = {point.name: point for point in entry_points(group=ENTRY_POINTS)}
     if name in found:
-        return _check(name, found[name].load())
+        try:
+            return _check(name, found[name].load())
+        except (ImportError, AttributeError) as error:
+            raise UsageError(
+                f"the entry point {name!r} does not load ({error}): mend the package that has it"
+            ) from error
     module, separator, attribute = name.partition(":")
-    if not separator:
+    if not separator or not module or not attribute:
         known = ", ".join(sorted({*BUILT_IN, *found}))
         raise UsageError(f"no subject is called {name!r}: known are {known}; or give module:Class")
     # As `python -m` does: a subject beside the caller needs no installation.
@@ -149,7 +154,7 @@ def load(name: str) -> Subject:
         sys.path.insert(0, str(Path.cwd()))
     try:
         loaded = importlib.import_module(module)
-    except ImportError as error:
+    except Exception as error:  # a module's own code may raise anything
         raise UsageError(
             f"the subject's module {module!r} does not import ({error}): install it or correct its name"
         ) from error
@@ -159,7 +164,12 @@ def load(name: str) -> Subject:
 
 
 def _check(name: str, found: Any) -> Subject:
-    subject = found() if isinstance(found, type) else found
+    try:
+        subject = found() if isinstance(found, type) else found
+    except Exception as error:  # a constructor may raise anything
+        raise UsageError(
+            f"the subject {name!r} cannot be made ({type(error).__name__}: {error}): mend its class"
+        ) from error
     if not isinstance(subject, Subject):
         raise UsageError(f"the subject {name!r} is no epd_conformance.Subject: derive its class from it")
     if not isinstance(getattr(subject, "implementation", None), Implementation):

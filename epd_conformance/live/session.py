@@ -168,10 +168,7 @@ class LiveSession:
                 aggregated.base_url, request, uuid.uuid4().hex, overrides={"max_tokens": 1, "stream": False}
             )
 
-        return {
-            cell: replace(plan, requests=tuple(baseline.settle(request, ask, block) for request in plan.requests))
-            for cell, plan in plans.items()
-        }
+        return {cell: baseline.settle_plan(plan, ask, block) for cell, plan in plans.items()}
 
     def _ask(
         self, baselines: Baselines, aggregated: Stack, plans: dict[str, Plan], exact: set[str], topology: Topology

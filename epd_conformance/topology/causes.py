@@ -32,7 +32,10 @@ _CAUSES: tuple[tuple[str, str, bool], ...] = (
     (r"error: argument (.+)", "vLLM refused an argument ({0}): correct it", True),
     (r"^\S*ValidationError: \d+ validation errors? for (\w+)", "vLLM refused the configuration ({0}): correct what the log names", True),
     (r"^ValueError: (.+)", "vLLM refused the configuration ({0}): correct it", False),
-    (r"^(?!RuntimeError: Engine core (?:init|proc))(?:[\w.]*\.)?(\w+(?:Error|Exception): .+)", "the server raised {0}: see the log", False),
+    # What vLLM says about another process' death hides the cause, so these sentences come last.
+    (r"^(?!RuntimeError: (?:Engine core (?:init|proc)|Worker failed with error))(?:[\w.]*\.)?(?!EngineDeadError)(\w+(?:Error|Exception): .+)", "the server raised {0}: see the log", False),
+    (r"^RuntimeError: Worker failed with error (.+)", "a worker failed with {0}: see the log", False),
+    (r"^(?:[\w.]*\.)?(EngineDeadError: .+)", "the server raised {0}: see the log", False),
 )  # fmt: skip
 _COMPILED = tuple((re.compile(pattern, re.MULTILINE), words, usage) for pattern, words, usage in _CAUSES)
 
@@ -54,30 +57,11 @@ def _read(log: Path) -> str:
         return ""
 
 
-def tail(log: Path, lines: int = TAIL_LINES) -> str:
-    """The last lines of a log, or a sentence that it is empty."""
-    if not log.is_file():
-        return "(no log)"
-    return "\n".join(_read(log).splitlines()[-lines:]) or "(the log is empty)"
-
-
 def diagnose(log: Path, status: int | None) -> Cause:
-    """The cause from the log, or from the exit status where the log tells nothing; `status` as of `Process`.
-
-    Only what was said at level ERROR or without a level counts: vLLM warns of modules that it can do without.
-    """
-    said = []
-    for line in _read(log).splitlines():
-        match = _DECORATION.match(line)
-        assert match is not None, "every part is optional"
-        if match["level"] in (None, "ERROR", "CRITICAL"):
-            said.append(line[match.end() :])
-    text = "\n".join(said)
-    for pattern, words, usage in _COMPILED:
-        matches = list(pattern.finditer(text))
-        if matches:
-            # The last one: earlier tracebacks are often handled ones.
-            return Cause(words.format(*(group.strip()[:200] for group in matches[-1].groups())), usage)
+    """The cause from the log, or from the exit status where the log tells nothing; `status` as of `Process`."""
+    found = _find(_read(log).splitlines())
+    if found is not None:
+        return found[0]
     if status is not None and status < 0:
         if status == -9:
             return Cause(
@@ -88,6 +72,43 @@ def diagnose(log: Path, status: int | None) -> Cause:
     return Cause("no known cause: see the log", False)
 
 
+def _find(lines: list[str]) -> tuple[Cause, int] | None:
+    """The cause, and the number of the line that tells it.
+
+    Only what was said at level ERROR or without a level counts: vLLM warns of modules that it can do without.
+    """
+    said: list[str] = []
+    numbers: list[int] = []
+    for number, line in enumerate(lines):
+        match = _DECORATION.match(line)
+        assert match is not None, "every part is optional"
+        if match["level"] in (None, "ERROR", "CRITICAL"):
+            said.append(line[match.end() :])
+            numbers.append(number)
+    text = "\n".join(said)
+    for pattern, words, usage in _COMPILED:
+        matches = list(pattern.finditer(text))
+        if matches:
+            # The last one: earlier tracebacks are often handled ones.
+            last = matches[-1]
+            cause = Cause(words.format(*(group.strip()[:200] for group in last.groups())), usage)
+            return cause, numbers[text.count("\n", 0, last.end())]
+    return None
+
+
 def likely_cause(log: Path, status: int | None) -> str:
     """The sentence of `diagnose`."""
     return diagnose(log, status).sentence
+
+
+def excerpt(log: Path) -> str:
+    """The lines of a log that lead up to its cause; its last lines where no cause is known.
+
+    After the cause a dying server says much about its own shutdown, which nobody needs.
+    """
+    if not log.is_file():
+        return "(no log)"
+    lines = _read(log).splitlines()
+    found = _find(lines)
+    end = found[1] + 1 if found is not None else len(lines)
+    return "\n".join(lines[max(0, end - TAIL_LINES) : end]) or "(the log is empty)"

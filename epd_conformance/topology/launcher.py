@@ -60,11 +60,11 @@ class Process:
         return self.status is None
 
     def obituary(self) -> str:
-        """What a person needs to know about its end: status, likely cause, last lines of its log, where the log is."""
+        """What a person needs to know about its end: status, likely cause, where its log is, and the lines that lead up to the cause."""
         how = f"with exit code {self.status}" if (self.status or 0) >= 0 else f"by signal {-(self.status or 0)}"
         return (
             f"{self.name} ended {how}: {causes.likely_cause(self.log, self.status)}\n"
-            f"--- last lines of {self.log}\n{causes.tail(self.log)}"
+            f"--- from {self.log}\n{causes.excerpt(self.log)}"
         )
 
     def failure(self) -> UsageError | StackError:

@@ -346,7 +346,7 @@ class Site:
             if not process.alive:
                 raise process.failure()
             if time.monotonic() > deadline:
-                raise StackError(f"{process.name} not ready within {self.ready_s:.0f} s\n{causes.tail(process.log)}")
+                raise StackError(f"{process.name} not ready within {self.ready_s:.0f} s\n{causes.excerpt(process.log)}")
             time.sleep(0.05)
         return url
 
@@ -411,7 +411,7 @@ class Site:
         logs = [server.process.log for server in servers] or [stack.proxy.log for stack in proxies if stack.proxy]
         raise StackError(
             f"{', '.join(names)} not ready within {self.ready_s:.0f} s: {causes.likely_cause(logs[0], None)}\n"
-            f"--- last lines of {logs[0]}\n{causes.tail(logs[0])}"
+            f"--- from {logs[0]}\n{causes.excerpt(logs[0])}"
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+
 from epd_conformance.models import spread
 from epd_conformance.run import Options, model_use
 from epd_conformance.topology.spec import Shape, Topology

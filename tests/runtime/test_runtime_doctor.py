@@ -56,9 +56,7 @@ def test_rendering_keeps_commands_whole_and_brackets_literal() -> None:
     assert lines[-1].startswith("not ready")
 
 
-@pytest.mark.parametrize(
-    ("version", "status"), [((3, 10, 9), "missing"), ((3, 11, 0), "ok"), ((3, 13, 1), "ok")]
-)
+@pytest.mark.parametrize(("version", "status"), [((3, 10, 9), "missing"), ((3, 11, 0), "ok"), ((3, 13, 1), "ok")])
 def test_python(version: tuple[int, int, int], status: str) -> None:
     assert doctor._python(version).status == status
 

@@ -144,9 +144,7 @@ if __name__ == "__main__":
 """
     )
     result = run("import runpy; runpy.run_module('server', run_name='__main__', alter_sys=True)", fakes)
-    assert result.stdout.splitlines() == ["defined", '[["defined", "defined"], ["nms", "qnms"]]'], (
-        result.stderr
-    )
+    assert result.stdout.splitlines() == ["defined", '[["defined", "defined"], ["nms", "qnms"]]'], result.stderr
 
 
 def test_the_users_sitecustomize_runs_too(fakes: Path) -> None:
@@ -230,6 +228,4 @@ def test_the_installed_torchvision_imports_with_the_hook() -> None:
     state = repairs.torchvision()
     assert state.state in {"loads", "repaired"}, state
     assert (run("import torchvision", hook=False).returncode == 0) == (state.state == "loads")
-    assert [patch["name"] for patch in repairs.in_force()] == (
-        ["torchvision-ops"] if state.state == "repaired" else []
-    )
+    assert [patch["name"] for patch in repairs.in_force()] == (["torchvision-ops"] if state.state == "repaired" else [])

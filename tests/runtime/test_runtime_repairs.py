@@ -79,9 +79,7 @@ def test_a_library_that_pip_cannot_remove_is_named(libraries: Path, monkeypatch:
         return subprocess.CompletedProcess(command, 0, "", "WARNING: Skipping torchcodec")
 
     monkeypatch.setattr(subprocess, "run", run)
-    with pytest.raises(
-        UsageError, match=r"torchcodec does not import and could not be uninstalled by .*-m pip"
-    ):
+    with pytest.raises(UsageError, match=r"torchcodec does not import and could not be uninstalled by .*-m pip"):
         repairs.mend_broken_media_libraries()
 
 

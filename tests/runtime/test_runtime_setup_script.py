@@ -51,9 +51,7 @@ def setup(checkout: Path, **environment: str) -> subprocess.CompletedProcess[str
 
 def installs(checkout: Path) -> list[str]:
     calls = checkout / "calls"
-    return (
-        [line for line in calls.read_text().splitlines() if "pip install" in line] if calls.exists() else []
-    )
+    return [line for line in calls.read_text().splitlines() if "pip install" in line] if calls.exists() else []
 
 
 def test_installs_and_mends_once_until_something_changes(checkout: Path) -> None:

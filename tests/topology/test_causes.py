@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from epd_conformance.topology import causes
-from epd_conformance.topology.causes import diagnose, likely_cause, tail
+from epd_conformance.topology.causes import diagnose, excerpt, likely_cause
 
 ERROR = "(EngineCore pid=4711) ERROR 11-30 12:00:01 [core.py:1203] "
 # What every boot that fails in the engine ends with, whatever the cause.
@@ -121,6 +121,11 @@ CASES = [
         "the server raised AcceleratorError: CUDA error",
         False,
     ),
+    (
+        traceback("RuntimeError: Worker failed with error 'the load fails', please check the stack trace above"),
+        "a worker failed with 'the load fails'",
+        False,
+    ),
 ]
 
 
@@ -188,13 +193,33 @@ def test_without_words_in_the_log_the_status_tells(status: int | None, words: st
     assert diagnose(log, status) == causes.Cause(words, usage=False)
 
 
-def test_the_tail_is_the_end_of_the_log(log: Path) -> None:
-    assert tail(log) == "(no log)"
+def test_without_a_cause_the_excerpt_is_the_end_of_the_log(log: Path) -> None:
+    assert excerpt(log) == "(no log)"
     log.touch()
-    assert tail(log) == "(the log is empty)"
+    assert excerpt(log) == "(the log is empty)"
     log.write_text("\n".join(str(number) for number in range(100)))
-    assert tail(log, 3) == "97\n98\n99"
-    assert len(tail(log).splitlines()) == causes.TAIL_LINES
+    assert excerpt(log).splitlines() == [str(number) for number in range(100 - causes.TAIL_LINES, 100)]
+
+
+def test_the_excerpt_ends_with_the_cause_and_not_with_the_shutdown(log: Path) -> None:
+    """As vLLM logs a connector that raises in a worker: the cause, then two sentences about it, then the shutdown."""
+    worker = "(Worker pid=7) ERROR 11-30 12:53:31 [multiproc_executor.py:1063] "
+    engine = "(EngineCore pid=6) ERROR 11-30 12:53:31 [core.py:1512] "
+    server = "(APIServer pid=5) ERROR 11-30 12:53:31 [vllm_error.py:54] "
+    lines = [
+        f"{worker}    raise RuntimeError('the load fails')",
+        f"{worker}RuntimeError: the load fails",
+        f"{engine}RuntimeError: Worker failed with error 'the load fails', please check the stack trace above",
+        f"{server}vllm.v1.engine.exceptions.EngineDeadError: EngineCore encountered an issue. See stack trace (above).",
+        *("INFO: shutting down" for _ in range(50)),
+    ]
+    log.write_text("\n".join(lines))
+    assert likely_cause(log, 0) == "the server raised RuntimeError: the load fails: see the log"
+    assert excerpt(log) == "\n".join(lines[:2])
+    log.write_text("\n".join(lines[2:]))
+    assert likely_cause(log, 0).startswith("a worker failed with 'the load fails'")
+    log.write_text("\n".join(lines[3:]))
+    assert likely_cause(log, 0).startswith("the server raised EngineDeadError")
 
 
 def test_a_log_of_a_whole_night_is_read_from_its_end(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -266,7 +266,7 @@ def test_the_end_of_a_server_is_told_with_status_cause_and_log(mine: Launcher, f
         "server ended with exit code 3: the module 'their_connector' does not import in the server: install it in this "
         "environment, or mend the connector's module path"
     )
-    assert rest == [f"--- last lines of {folder}/logs/server.log", said]
+    assert rest == [f"--- from {folder}/logs/server.log", said]
     assert isinstance(server.failure(), UsageError)
 
 

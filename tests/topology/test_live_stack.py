@@ -198,7 +198,7 @@ def test_a_connector_that_does_not_import_fails_the_boot_at_once(tmp_path: Path)
                 first, second, *log = str(raised.value).splitlines()
                 assert words in first
                 assert first.startswith("bad")
-                assert second.startswith("--- last lines of ")
+                assert second.startswith("--- from ")
                 assert len(log) > 5
                 left = marked(token)
                 assert set(left) == {site.launcher.guard_pid, site.launcher.zygote_pid}, "nothing is left running"
