@@ -9,6 +9,7 @@ import json
 import signal
 import sys
 import time
+import traceback
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -53,6 +54,10 @@ def main() -> NoReturn:
         app()
     except (UsageError, StackError) as error:
         print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except Exception:
+        # Python's own exit code, 1, would read as "nonconformant".
+        traceback.print_exc()
         sys.exit(2)
     sys.exit(0)
 
@@ -129,6 +134,13 @@ class _Keep:
         if report.failed:
             print(f"error: {report.nodeid} was not collected\n{report.longrepr}", file=sys.stderr)
 
+    def pytest_keyboard_interrupt(self, excinfo: Any) -> None:
+        import pytest
+
+        # An error of usage ends the session this way; a person's Ctrl-C needs no words.
+        if isinstance(excinfo.value, pytest.exit.Exception):
+            print(f"error: {excinfo.value}", file=sys.stderr)
+
     def pytest_internalerror(self, excrepr: Any) -> None:
         print(f"error: the harness itself failed\n{excrepr}", file=sys.stderr)
 
@@ -143,7 +155,7 @@ def _pytest(arguments: list[str]) -> _Keep:
     # The suites may lie in read-only site-packages.
     sys.dont_write_bytecode = True
     code = pytest.main([str(suites_folder()), "-p", "no:terminal", "-s", *arguments], plugins=[keep])
-    # pytest's own codes for usage (4), nothing collected (5) and internal errors (3) all mean: no report.
+    # Without a report there is only one thing to say, whatever pytest's own code is.
     keep.code = int(code) if keep.report is not None else 2
     return keep
 
@@ -215,7 +227,9 @@ def doctor(
 @app.command()
 def serve(
     topology: Annotated[str, typer.Option(help="aggregated, e-pd, p-d, e-p-d, or sizes such as 2e-1pd")] = "e-pd",
-    subject: SubjectOption = "reference",
+    subject: Annotated[
+        str, typer.Option(help="as in run (default: reference); with aggregated, one server that is ec_both")
+    ] = "",
     device: DeviceOption = "cpu",
     model: ModelOption = TINY,
     dtype: DtypeOption = "",
@@ -233,9 +247,12 @@ def serve(
     from epd_conformance.topology.stack import Site, StackSpec
 
     parsed = Topology.parse(topology)
-    chosen = subjects.load(subject) if parsed.has_ec else None
+    wanted = subject or ("reference" if parsed.has_ec else "")
+    if subject and parsed.kind == "p-d":
+        raise UsageError("p-d has no encode server and so no EC connector: leave out --subject")
+    chosen = subjects.load(wanted) if wanted else None
     vllm_info.require()
-    options = Options(subject=subject, device=device, model=model, dtype=dtype)
+    options = Options(subject=wanted, device=device, model=model, dtype=dtype)
     signal.signal(signal.SIGTERM, _interrupt)
 
     def say(line: str) -> None:

@@ -59,6 +59,8 @@ DESCRIPTIONS: dict[Feature, str] = {
 }
 
 FEATURE_OF_TOPOLOGY: dict[str, Feature] = {
+    # A single server with an EC connector is producer and consumer at once.
+    "aggregated": Feature.EC_BOTH,
     # An EC connector that never met a KV connector may refuse to start beside one (ECMooncakeConnector has no
     # address for a separate prefill server), so a third of the servers is something to declare, not something
     # to assume.

@@ -64,8 +64,9 @@ def pytest_configure(config: pytest.Config) -> None:
         boot=option("--boot"),
         cells=tuple(option("--cell")),
         memory_wait_s=option("--memory-wait"),
-        command=tuple(config.invocation_params.args),
     )
+    if hasattr(config, "workerinput") or getattr(config.option, "numprocesses", None):
+        raise pytest.UsageError("the cells of a run share servers: leave out -n")
     if options.mode is Mode.CERTIFY and (option("keyword") or option("markexpr") or option("maxfail")):
         raise pytest.UsageError("--mode certify runs everything: leave out -k, -m, -x and --maxfail")
     try:
@@ -73,6 +74,7 @@ def pytest_configure(config: pytest.Config) -> None:
     except UsageError as error:
         raise pytest.UsageError(str(error)) from None
     config.stash[RUN] = run
+    config.pluginmanager.register(_Interrupts(run))
 
     # A run that is told to end (a CI's time limit) must leave a report and no process behind, as with Ctrl-C.
     def end(*_: object) -> None:
@@ -85,16 +87,17 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "cell" not in metafunc.fixturenames:
         return
     marker = metafunc.definition.get_closest_marker(MARK)
-    if marker is None:
-        raise pytest.UsageError(f"{metafunc.definition.nodeid} asks for `cell` without @requirement")
     run = metafunc.config.stash.get(RUN, None)
-    if run is None:
-        raise pytest.UsageError("the suites need a subject: add --subject reference (or your own)")
-    requirement_id, cases = marker.args
     try:
+        if marker is None:
+            raise UsageError(f"{metafunc.definition.nodeid} asks for `cell` without @requirement: add it")
+        if run is None:
+            raise UsageError("the suites need a subject: add --subject reference (or your own)")
+        requirement_id, cases = marker.args
         cells = run.cells_of(run.catalogue[requirement_id], cases)
     except UsageError as error:
-        raise pytest.UsageError(str(error)) from None
+        # Raised as it is, pytest would show a traceback of the collection and go on.
+        pytest.exit(str(error), returncode=pytest.ExitCode.USAGE_ERROR)
     metafunc.parametrize("cell", cells, ids=[cell.id for cell in cells], indirect=True)
 
 
@@ -197,12 +200,18 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
         item.user_properties.append(("cell", planned.id))
 
 
-def pytest_keyboard_interrupt(excinfo: pytest.ExceptionInfo[BaseException]) -> None:
-    # `pytest.exit` comes this way too, with its own words.
-    _interrupts.append(str(excinfo.value) or "interrupted by the user")
+class _Interrupts:
+    """Notes at once that a run was stopped, so that the cell that was cut off is not recorded as a failure of the harness."""
 
+    def __init__(self, run: Run) -> None:
+        self._run = run
 
-_interrupts: list[str] = []
+    def pytest_keyboard_interrupt(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
+        # `pytest.exit` comes this way too, with its own words.
+        self._run.interrupted = self._run.interrupted or str(excinfo.value) or "interrupted by the user"
+
+    def pytest_internalerror(self, excrepr: object) -> None:
+        self._run.interrupted = self._run.interrupted or f"internal error: {str(excrepr).splitlines()[-1]}"
 
 
 @pytest.hookimpl(trylast=True)
@@ -216,8 +225,8 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
         return
     if not hasattr(run, "chosen"):
         return
-    if exitstatus == pytest.ExitCode.INTERRUPTED and not run.interrupted:
-        run.interrupted = _interrupts[-1] if _interrupts else "interrupted by the user"
+    if exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED) and not run.interrupted:
+        run.interrupted = f"pytest ended with status {int(exitstatus)}"
     report = run.finish()
     session.config.stash[REPORT] = report
     session.exitstatus = result_code(report)

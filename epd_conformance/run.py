@@ -11,9 +11,11 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import shlex
 import sys
 import time
+import traceback
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,13 +23,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import requests as http
+import requests
 
 import epd_conformance
 from epd_conformance import catalogue as catalogues
 from epd_conformance import subject as subjects
 from epd_conformance.catalogue import Catalogue, ConformanceLevel, EnvironmentClass, ExpectedCell, Requirement, cell_id
 from epd_conformance.errors import StackError, UsageError
+from epd_conformance.live import http
 from epd_conformance.live.case import Case
 from epd_conformance.live.session import LiveSession, PlannedCell, write_evidence
 from epd_conformance.models import zoo
@@ -37,7 +40,7 @@ from epd_conformance.oracle.noise import NoiseFloor
 from epd_conformance.progress import Progress
 from epd_conformance.report import schema, writer
 from epd_conformance.report.failure import failure_text
-from epd_conformance.runtime import vllm_info
+from epd_conformance.runtime import doctor, vllm_info
 from epd_conformance.topology.launcher import Boot
 from epd_conformance.topology.spec import Topology
 from epd_conformance.topology.stack import ModelUse, Site, Stack
@@ -69,7 +72,6 @@ class Options:
     boot: str = ""
     cells: tuple[str, ...] = ()
     memory_wait_s: float = 600.0
-    command: tuple[str, ...] = ()
 
     def topologies(self) -> tuple[str, ...]:
         """The topologies of the profile; sizes such as `2e-1pd` are a profile of their own. Raises UsageError."""
@@ -127,6 +129,7 @@ class Run:
         self._session: LiveSession | None = None
         self._flags: dict[str, tuple[str, ...]] = {}
         self._devices: set[str] = set()
+        self._backends: set[str] = set()
 
     # -- what runs -----------------------------------------------------------------------------------------------------
 
@@ -151,7 +154,16 @@ class Run:
         unknown = sorted(set(options.cells) - set(self.planned))
         if unknown:
             raise UsageError(f"no cell {unknown[0]} in this profile; `epd-conformance list --cells` shows them")
+        expected = self.selection.expected(self.collected)
+        if not expected:
+            raise UsageError(
+                f"profile {options.profile} has no requirement to show for this subject: choose another profile, "
+                "or declare the feature that it needs"
+            )
+        if not chosen:
+            raise UsageError("no cell matches the selection: `epd-conformance list --cells` shows them")
         self.vllm = vllm_info.require()
+        doctor.preflight(self.vllm)
         self.model = model_use(options)
         self.out = fresh_folder(options.out, options.subject)
         self.log = writer.ResultsLog(self.out / writer.RESULTS_NAME)
@@ -167,7 +179,7 @@ class Run:
                     profile=options.profile,
                     level=options.level,
                     seed=options.seed,
-                    command=options.command or tuple(sys.argv),
+                    command=(Path(sys.argv[0]).name, *sys.argv[1:]),
                     started=datetime.now(UTC),
                 ),
                 subject=schema.SubjectInfo(
@@ -187,7 +199,7 @@ class Run:
         self.log.append(self._environment())
         self.log.append(
             schema.ExpectedSet(
-                cells=tuple(schema.ExpectedRecord.of(cell) for cell in self.selection.expected(self.collected)),
+                cells=tuple(schema.ExpectedRecord.of(cell) for cell in expected),
                 not_verified=tuple(
                     schema.NotVerifiedRecord(kind=gap.kind, requirement=gap.requirement, detail=gap.detail)
                     for gap in self.selection.not_verified
@@ -220,6 +232,7 @@ class Run:
                 cells=self.chosen,
                 say=self.progress.say,
                 on_floor=self._floor,
+                on_boot=self._learn,
                 recorder=self.planted.recorder,
                 stages=self.planted.stages,
                 salted=self.planted.salted,
@@ -233,7 +246,6 @@ class Run:
         try:
             session = self.session()
             stage = session.stage(cell.topology)
-            self._learn(session)
             if self.planted.before_cell is not None:
                 self.planted.before_cell(session, cell)
             began = time.monotonic()
@@ -251,6 +263,14 @@ class Run:
                 reason="usage" if usage else "stack",
                 expected="the servers of this topology come up and stay up",
                 observed=str(error),
+            )
+            artifacts.append("logs")
+        except Exception:  # a defect of the harness: the cell is an error, and says which
+            judgement = Judgement(
+                Verdict.ERROR,
+                reason="harness",
+                expected="the harness carries the cell out and judges it",
+                observed=traceback.format_exc(),
             )
             artifacts.append("logs")
         return self.record(cell, judgement, time.monotonic() - began, artifacts)
@@ -300,6 +320,8 @@ class Run:
         options = self.options
         words = ["epd-conformance", "run", "--subject", options.subject, "--profile", cell.topology]
         words += ["--model", options.model, "--device", options.device, "--seed", str(options.seed)]
+        words += ["--dtype", options.dtype] if options.dtype else []
+        words += ["--boot", options.boot] if options.boot else []
         return shlex.join([*words, "--cell", cell.id])
 
     def finish(self) -> schema.Report:
@@ -337,14 +359,16 @@ class Run:
             )
         )
 
-    def _learn(self, session: LiveSession) -> None:
+    def _learn(self) -> None:
         """Write the environment again when servers were started with flags that it does not hold yet."""
-        site = session.site
+        site = self._site
+        assert site is not None, "called after a boot"
         known = dict(self._flags)
         for stack in site.stacks:
             for server in stack.servers:
                 self._flags[f"{stack.spec.name}/{server.role}"] = server.flags
                 self._devices.add(server.placement.words)
+                self._backends.update(attention_backends(server.process.log))
         if self._flags != known:
             self.log.append(self._environment(site))
 
@@ -359,6 +383,7 @@ class Run:
             devices=tuple(sorted(self._devices)),
             models=(schema.ModelInfo(id=self.model.name, digest=self.model.digest or ""),),
             dtype=self.model.dtype,
+            attention_backend=", ".join(sorted(self._backends)),
             flags=self._flags,
             patches=tuple(schema.Patch(**patch) for patch in patches),
             details={
@@ -383,7 +408,7 @@ class Run:
             "kv": _listing(stack.kv_store),
         }
         for server in stack.servers:
-            with contextlib.suppress(http.RequestException):
+            with contextlib.suppress(requests.RequestException):
                 state["metrics"][server.name] = http.get(f"{server.url}/metrics", timeout=3).text
         name = hashlib.sha256(cell.id.encode()).hexdigest()[:16]
         path = self.out / "state" / f"{name}.json"
@@ -412,7 +437,9 @@ def model_use(options: Options) -> ModelUse:
 
 def model_label(model: str) -> str:
     """How a model is called in cell ids: a zoo name as it is, a folder by its last part, a hub id with `~` for its slash."""
-    return Path(model).resolve().name if Path(model).is_dir() else model.replace("/", "~")
+    name = Path(model).resolve().name if Path(model).is_dir() else model.replace("/", "~")
+    # Slashes and brackets structure an id; anything else that is unusual would only make it hard to type.
+    return re.sub(r"[^\w.~+-]", "-", name) or "model"
 
 
 def _axes(cell: ExpectedCell) -> tuple[str, str, str, str]:
@@ -453,6 +480,19 @@ def fresh_folder(out: Path | None, subject: str) -> Path:
     return out
 
 
+def attention_backends(log: Path) -> set[str]:
+    """Attention backends that a server's log names, such as `FLASH_ATTN` or `TORCH_SDPA (vit)`; vLLM tells them nowhere else."""
+    try:
+        text = log.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return set()
+    found = {
+        match[1] for match in re.finditer(r"Using (?:AttentionBackendEnum\.)?([A-Z][A-Z0-9_]+) attention backend", text)
+    }
+    vision = re.finditer(r"AttentionBackendEnum\.(\w+) for (?:vit attention|MMEncoderAttention)", text)
+    return found | {f"{match[1]} (vit)" for match in vision}
+
+
 def suites_folder() -> Path:
     """Where the suites lie: inside the package when installed from a wheel, beside it in a checkout."""
     package = Path(__file__).parent
@@ -461,12 +501,17 @@ def suites_folder() -> Path:
 
 
 def suite_digest() -> str:
-    """`sha256:<hex>` over the suites' files (name and content) and the judges: what a certificate was made with."""
+    """`sha256:<hex>` over the suites and the whole package (names and contents): what a certificate was made with."""
     digest = hashlib.sha256()
     folder = suites_folder()
     files = [(path.relative_to(folder).as_posix(), path) for path in folder.rglob("*.py")]
     package = Path(__file__).parent
-    files += [(path.relative_to(package).as_posix(), path) for path in (package / "oracle").glob("*.py")]
+    files += [
+        (f"epd_conformance/{path.relative_to(package).as_posix()}", path)
+        for pattern in ("*.py", "*.toml")
+        for path in package.rglob(pattern)
+        if not path.is_relative_to(folder)
+    ]
     for name, path in sorted(files):
         content = path.read_bytes()
         digest.update(f"{name}\0{len(content)}\0".encode() + content)

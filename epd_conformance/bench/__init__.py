@@ -1,1 +1,1 @@
-"""Benchmarks: speed as ratios within one run, everything that is compared measured alternately; never a timed test."""
+"""Benchmarks: speed as ratios within one run; never a timed test."""

@@ -27,7 +27,7 @@ def specs() -> list[StackSpec]:
 
 
 def once(folder: Path, how: Boot, say: Callable[[str], None]) -> tuple[float, float]:
-    """Seconds from nothing to four ready servers, and seconds that a second boot beside it takes once all is warm."""
+    """Seconds from nothing to four ready servers, and seconds to boot them once more from the parent that is warm."""
     began = time.monotonic()
     with Site(folder, model_use(Options(subject="reference")), boot=how, say=say) as site:
         stacks = site.boot(*specs())

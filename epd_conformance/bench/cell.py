@@ -45,12 +45,14 @@ def measure(folder: Path, say: Callable[[str], None]) -> list[Measurement]:
             for cell in group:
                 began = time.monotonic()
                 judgement = judges.judge(session.run(cell))
-                seconds.setdefault(topology, []).append(time.monotonic() - began)
-                if judgement.verdict is not Verdict.PASS:
-                    say(f"{cell.id}: {judgement.verdict} {judgement.reason}: its time says nothing")
+                took = time.monotonic() - began
+                if judgement.verdict is Verdict.PASS:
+                    seconds.setdefault(topology, []).append(took)
+                else:
+                    say(f"{cell.id}: {judgement.verdict} {judgement.reason}: left out, its time says nothing")
     plain = once(folder / "plain", Boot.PLAIN, say)[0]
     say(f"a plain start of four servers took {plain:.1f} s")
     return [
-        Measurement.of(f"one-image cell in {topology}", values, "s", baseline=[plain], goal="well under 1 s", limit=1.0)
+        Measurement.of(f"one-image cell in {topology}", values, "s", baseline=[plain], goal="<= 0.5 s", limit=0.5)
         for topology, values in seconds.items()
     ] + [Measurement.of("cells a minute", [60 / statistics.median(seconds["e-pd"])], "1/min")]

@@ -1,0 +1,1 @@
+"""EC connectors: the reference one, and the recording wrappers with their journal."""

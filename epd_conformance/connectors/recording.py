@@ -25,20 +25,7 @@ from typing import Any
 import blake3
 
 from epd_conformance.connectors.journal import JournalWriter
-
-EC_PREFIX = "Recording:"
-KV_PREFIX = "RecordingKV:"
-MODULE = __name__
-
-
-def ec_name(connector: str, module_path: str | None) -> str:
-    """The value of `ec_connector` that makes vLLM load the recorded form of a connector."""
-    return f"{EC_PREFIX}{module_path or ''}:{connector}"
-
-
-def kv_name(connector: str, module_path: str | None) -> str:
-    """The value of `kv_connector` that makes vLLM load the recorded form of a connector."""
-    return f"{KV_PREFIX}{module_path or ''}:{connector}"
+from epd_conformance.connectors.names import EC_PREFIX, KV_PREFIX
 
 
 def describe(tensor: Any) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import requests
 
+from epd_conformance.live import http
 from epd_conformance.oracle.answers import NO_IDS, Answer, from_completion, read_ids, read_logprobs
 from epd_conformance.plans.plan import Request
 from epd_conformance.topology.stack import SERVED_NAME
@@ -41,7 +42,7 @@ def send(
     clock = time.monotonic()
     try:
         # Read piece by piece in both cases: the timeout of `requests` starts anew with every piece.
-        with requests.post(
+        with http.post(
             f"{base_url}/v1/chat/completions",
             json=body,
             headers={"X-Request-Id": request_id},

@@ -15,10 +15,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import requests as http
+import requests
 
-from epd_conformance.errors import StackError, UsageError
-from epd_conformance.live import baseline, client
+from epd_conformance.errors import StackError
+from epd_conformance.live import baseline, client, http
 from epd_conformance.live.baseline import Baselines
 from epd_conformance.live.case import Case, plan_of
 from epd_conformance.oracle.answers import Answer
@@ -47,15 +47,15 @@ class Stage:
     """One topology while its cells run."""
 
     topology: Topology
+    spec: StackSpec
     stack: Stack
     baselines: Baselines
     plans: dict[str, Plan]
     floor: NoiseFloor
-    aggregated: Stack | None
     bypass: str
     """Where a request goes that shall not be primed: the consumer itself, or a proxy without encode servers."""
-    boot_s: float = 0.0
-    extra: list[Stack] = field(default_factory=list)
+    reported: set[int] = field(default_factory=set)
+    """Pids of dead servers that a cell's evidence names."""
 
 
 class LiveSession:
@@ -71,13 +71,15 @@ class LiveSession:
         cells: Sequence[PlannedCell],
         say: Callable[[str], None] = lambda _: None,
         on_floor: Callable[[str, NoiseFloor, Sequence[str], Mapping[str, str]], None] = lambda *_: None,
+        on_boot: Callable[[], None] = lambda: None,
         recorder: bool = True,
         stages: str | None = None,
         salted: bool = True,
     ) -> None:
         """`cells`: all cells of the run, so that each topology's admitted set is fixed before its first cell.
 
-        `on_floor(topology, floor, offered digests, names by digest)` is called when a noise floor was measured. `stages`
+        `on_floor(topology, floor, offered digests, names by digest)` is called when a noise floor was measured, `on_boot()`
+        after every boot. `stages`
         names another proxy stage class: the negative controls plant proxy defects with it. `salted` False leaves out the
         `cache_salt` that keeps a prefix cache from answering: the control for that very detector.
         """
@@ -88,11 +90,12 @@ class LiveSession:
         self.cells = list(cells)
         self.say = say
         self.on_floor = on_floor
+        self.on_boot = on_boot
         self.recorder = recorder
         self.proxy_stages = stages
         self.salted = salted
         self._stage: Stage | None = None
-        self._failed: dict[str, StackError | UsageError] = {}
+        self._failed: dict[str, Exception] = {}
 
     # -- stages --------------------------------------------------------------------------------------------------------
 
@@ -103,27 +106,48 @@ class LiveSession:
         whose stage did not come up.
         """
         if self._stage is not None and self._stage.topology.name == topology:
+            self._replace_dead(self._stage)
             return self._stage
         if topology in self._failed:
             raise self._failed[topology]
         self.end_stage()
         try:
             self._stage = self._boot(Topology.parse(topology))
-        except (StackError, UsageError) as error:
+        except Exception as error:
             self._failed[topology] = error
+            self.end_stage()
             raise
         return self._stage
 
-    def end_stage(self) -> None:
-        """Stop every stack of the current stage."""
-        if self._stage is None:
+    def _replace_dead(self, stage: Stage) -> None:
+        """Boot the stack under test again where a cell has killed a server: the next cell must not pay for it.
+
+        Raises StackError, once, for a death that no cell has reported: it happened between two cells, and must show.
+        """
+        dead = stage.stack.dead()
+        if not dead:
             return
+        unreported = [process for process in dead if process.pid not in stage.reported]
+        self.say(f"starting {stage.topology.name} again: {', '.join(process.name for process in dead)} ended")
+        try:
+            self.site.stop(stage.stack)
+            (stage.stack,) = self.site.boot(stage.spec)
+            self.on_boot()
+            stage.bypass = self._bypass(stage.stack)
+        except Exception as error:
+            self._failed[stage.topology.name] = error
+            self.end_stage()
+            raise
+        if unreported:
+            raise StackError("between two cells " + unreported[0].obituary())
+
+    def end_stage(self) -> None:
+        """Stop every stack, also those of a stage that did not come up."""
         for stack in list(self.site.stacks):
             self.site.stop(stack)
         self._stage = None
 
     def _boot(self, topology: Topology) -> Stage:
-        began = time.monotonic()
         shape = Shape(prefix_caching=not topology.has_kv)
         mine = [cell for cell in self.cells if cell.topology == topology.name]
         plans = {cell.id: plan_of(cell.case, self.seed, cell.id) for cell in mine}
@@ -141,6 +165,7 @@ class LiveSession:
         if topology.has_kv:
             pd_spec = StackSpec(f"baseline-p-d-{topology.name}", Topology.parse("p-d"), shape)
             aggregated, pd = self.site.boot(agg_spec, pd_spec)
+            self.on_boot()
             plans = self._settle(plans, aggregated, shape.block_size)
             offered = self._ask(baselines, aggregated, plans, exact, topology)
             self.say(f"asking the p-d baseline {len(offered)} prompts")
@@ -149,16 +174,16 @@ class LiveSession:
             baseline.ask_pd(baselines, pd, offered, 2)
             self.site.stop(pd)
             (stack,) = self.site.boot(subject_spec)
+            self.on_boot()
         else:
             aggregated, stack = self.site.boot(agg_spec, subject_spec)
+            self.on_boot()
             offered = self._ask(baselines, aggregated, plans, exact, topology)
         floor = baselines.floor([request.digest() for request in offered])
         names = {request.digest(): request.label for request in offered}
         self.say(f"{topology.name}: {floor.words()}")
         self.on_floor(topology.name, floor, [request.digest() for request in offered], names)
-        stage = Stage(topology, stack, baselines, plans, floor, aggregated, self._bypass(stack))
-        stage.boot_s = time.monotonic() - began
-        return stage
+        return Stage(topology, subject_spec, stack, baselines, plans, floor, self._bypass(stack))
 
     def _settle(self, plans: dict[str, Plan], aggregated: Stack, block: int) -> dict[str, Plan]:
         """Move every prompt off the lengths that the KV connector cannot serve; those have cells of their own."""
@@ -234,6 +259,8 @@ class Runner:
         keys = {item["id"] for event in during if event["ev"] == "request" for item in event["items"]}
         digests = {request.digest() for request in (*self.plan.requests, *self.plan.contrasts)}
         floor = self.stage.floor
+        dead = self.stack.dead()
+        self.stage.reported.update(process.pid for process in dead)
         return CellEvidence(
             cell=self.cell.id,
             judge=self.cell.case.judge,
@@ -249,8 +276,7 @@ class Runner:
             before=tuple(relevant(before, keys)),
             during=tuple(during),
             deaths=tuple(
-                {"name": process.name, "status": process.status, "text": process.obituary()}
-                for process in self.stack.dead()
+                {"name": process.name, "status": process.status, "text": process.obituary()} for process in dead
             ),
             facts=self.facts,
         )
@@ -264,7 +290,11 @@ class Runner:
 
     def _settled(self) -> None:
         """Wait a moment for the death of a server that has just failed a request: it takes about a second to go."""
-        if any(answer.status in (0, 500, 502, 503, 504) for answer in self.answers):
+        statuses = [answer.status for answer in self.answers] + [
+            self.facts.get("status"),
+            self.facts.get("reset_status"),
+        ]
+        if any(status in (0, 500, 502, 503, 504) for status in statuses):
             deadline = time.monotonic() + 3.0
             while time.monotonic() < deadline and not self.stack.dead():
                 time.sleep(0.1)
@@ -282,8 +312,7 @@ class Runner:
         server = self.stack.servers[0]
         first, second = self.plan.requests
         self._send(server.url, first)
-        reset = http.post(f"{server.url}/reset_encoder_cache", timeout=client.DEADLINE_S)
-        self.facts["reset_status"] = reset.status_code
+        self.facts["reset_status"] = _post(f"{server.url}/reset_encoder_cache")[0]
         self._send(server.url, second)
 
     def _stage_error(self) -> None:
@@ -308,15 +337,22 @@ class Runner:
         body = self.plan.requests[0].body(SERVED_NAME, f"cell-{rid}") | {"max_tokens": 5}
         body.pop("logprobs")
         body.pop("top_logprobs")
-        response = http.post(
-            f"{encode[0].url}/v1/chat/completions",
-            json=body,
-            headers={"X-Request-Id": rid},
-            timeout=client.DEADLINE_S,
-        )
-        self.facts["status"] = response.status_code
-        usage = response.json().get("usage") or {} if response.status_code == 200 else {}
-        self.facts["completion_tokens"] = usage.get("completion_tokens")
+        status, answer = _post(f"{encode[0].url}/v1/chat/completions", json=body, headers={"X-Request-Id": rid})
+        self.facts["status"] = status
+        self.facts["completion_tokens"] = (answer.get("usage") or {}).get("completion_tokens")
+
+
+def _post(url: str, **options: Any) -> tuple[int, dict[str, Any]]:
+    """Status and JSON object of an answer; status 0 where none came, an empty object where it holds none."""
+    try:
+        response = http.post(url, timeout=client.DEADLINE_S, **options)
+    except requests.RequestException:
+        return 0, {}
+    try:
+        data = response.json()
+    except ValueError:
+        data = {}
+    return response.status_code, data if isinstance(data, dict) else {}
 
 
 def roles_of(stack: Stack) -> Roles:

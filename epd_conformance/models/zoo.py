@@ -208,7 +208,7 @@ def _spec(name: str) -> ModelSpec:
 def _unknown(model: str, expected: str) -> UsageError:
     close = difflib.get_close_matches(model, MODELS, n=1)
     hint = f"did you mean {close[0]}? " if close else ""
-    return UsageError(f"{model!r} is not {expected}: {hint}The zoo holds {', '.join(sorted(MODELS))}")
+    return UsageError(f"{model!r} is not {expected}: {hint}the zoo holds {', '.join(sorted(MODELS))}")
 
 
 def _header(name: str, size: int) -> bytes:

@@ -33,8 +33,8 @@ SCHEMA = "epd-conformance/doctor/v1"
 
 Status = Literal["ok", "warn", "missing"]
 
-# The largest stack of the default profiles, e-p-d, is three servers.
-_LARGEST_STACK = 3
+# Servers at a time: the aggregated baseline beside the three of e-p-d.
+_LARGEST_STACK = 4
 
 # Each stack server takes an API port, and some a side channel and an EC port: three each.
 _PORTS_WANTED = 3 * _LARGEST_STACK
@@ -117,6 +117,13 @@ def diagnose(model: str | None = None) -> Diagnosis:
     names = ", ".join(patch["name"] for patch in patches)
     checks.append(Check("patches in force", "ok", names or "none"))
     return Diagnosis(tuple(checks), patches)
+
+
+def preflight(vllm: vllm_info.VllmInfo) -> None:
+    """Raises UsageError for what would otherwise kill servers in obscure words; takes no time."""
+    check = _system_library(vllm, _loads)
+    if check.status == "missing":
+        raise UsageError(f"{check.name} is missing ({check.found}): {check.mend}")
 
 
 def exit_code(diagnosis: Diagnosis) -> int:

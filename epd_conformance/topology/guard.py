@@ -229,7 +229,6 @@ class Guard:
             process = subprocess.Popen(
                 request["argv"],
                 env=environment,
-                cwd=request.get("cwd"),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

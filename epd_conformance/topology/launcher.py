@@ -60,7 +60,7 @@ class Process:
         return self.status is None
 
     def obituary(self) -> str:
-        """What a person needs to know about its end: status, likely cause, where its log is, and the lines that lead up to the cause."""
+        """What a person needs to know about its end: status, likely cause, and the lines of its log that lead up to it."""
         how = f"with exit code {self.status}" if (self.status or 0) >= 0 else f"by signal {-(self.status or 0)}"
         return (
             f"{self.name} ended {how}: {causes.likely_cause(self.log, self.status)}\n"

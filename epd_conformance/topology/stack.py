@@ -15,6 +15,8 @@ from typing import Any, Self
 import requests
 
 from epd_conformance.connectors.journal import DIRECTORY, SERVER, Journal
+from epd_conformance.connectors.names import MODULE as RECORDING
+from epd_conformance.connectors.names import ec_name, kv_name
 from epd_conformance.errors import StackError, UsageError
 from epd_conformance.runtime import repairs
 from epd_conformance.subject import StackInfo, Subject
@@ -435,22 +437,13 @@ def _configure(spec: StackSpec, info: StackInfo) -> dict[Role, tuple[dict[str, A
 
 
 def _recorded_ec(config: Mapping[str, Any]) -> dict[str, Any]:
-    # The names are plain text here: the recording module itself is imported by servers only.
-    module = config.get("ec_connector_module_path")
-    return {
-        **config,
-        "ec_connector": f"Recording:{module or ''}:{config['ec_connector']}",
-        "ec_connector_module_path": "epd_conformance.connectors.recording",
-    }
+    name = ec_name(config["ec_connector"], config.get("ec_connector_module_path"))
+    return {**config, "ec_connector": name, "ec_connector_module_path": RECORDING}
 
 
 def _recorded_kv(config: Mapping[str, Any]) -> dict[str, Any]:
-    module = config.get("kv_connector_module_path")
-    return {
-        **config,
-        "kv_connector": f"RecordingKV:{module or ''}:{config['kv_connector']}",
-        "kv_connector_module_path": "epd_conformance.connectors.recording",
-    }
+    name = kv_name(config["kv_connector"], config.get("kv_connector_module_path"))
+    return {**config, "kv_connector": name, "kv_connector_module_path": RECORDING}
 
 
 def _shares_gpu(name: str, placements: Mapping[str, Placement]) -> bool:

@@ -136,8 +136,6 @@ def become_server(request: dict[str, Any]) -> NoReturn:
     os.environ.clear()
     os.environ.update({**request["env"], **handed_on})
     lifeline.watch()
-    if request.get("cwd"):
-        os.chdir(request["cwd"])
     module, arguments = request["argv"][0], request["argv"][1:]
     sys.argv = [module, *arguments]
     code = 0

@@ -42,7 +42,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_connector import Examp
 
 from epd_conformance.connectors import recording  # noqa: E402
 from epd_conformance.connectors.journal import DIRECTORY, SERVER, Journal  # noqa: E402
-from epd_conformance.connectors.recording import describe, ec_name, kv_name  # noqa: E402
+from epd_conformance.connectors.names import MODULE, ec_name, kv_name  # noqa: E402
+from epd_conformance.connectors.recording import describe  # noqa: E402
 
 pytestmark = pytest.mark.needs_vllm
 
@@ -262,7 +263,7 @@ class TestClass:
         ):
             asked = ec_name(name, module)
             assert asked not in ECConnectorFactory._registry
-            transfer = SimpleNamespace(ec_connector=asked, ec_connector_module_path=recording.MODULE)
+            transfer = SimpleNamespace(ec_connector=asked, ec_connector_module_path=MODULE)
             assert issubclass(ECConnectorFactory.get_connector_class(transfer), wrapped)
 
     def test_kv_connectors_are_found_alike(self) -> None:

@@ -107,6 +107,31 @@ def test_smoke_cells_pass_over_the_proven_path(forked: Path) -> None:
             assert proof["decodeEncodes"] == 0
 
 
+def test_whole_profiles_are_conformant(tmp_path: Path) -> None:
+    """What `scripts/run` promises, in the mode that accepts no hole: exit code 0, and every equality over its proven path."""
+    out = tmp_path / "all"
+    arguments = ["--subject", "reference", "--profile", "all", "--mode", "certify", "--out", str(out)]
+    code, stdout, stderr = finish(start("epd_conformance.cli", "run", *arguments))
+    assert code == 0, f"{stdout}\n{stderr}"
+    report = json.loads((out / "report.json").read_text())
+    assert report["complete"] is True
+    assert [report[name] for name in ("outcome", "engineOutcome", "proxyOutcome")] == ["conformant"] * 3
+    assert report["environment"]["patches"]
+    assert report["environment"]["attentionBackend"]
+    assert "baseline-p-d-e-p-d/decode" in report["environment"]["flags"]
+    judges = {data["cell"]: data["judge"] for data in evidence(out).values()}
+    equal = {name: record for name, record in records(out).items() if judges[name] == "equality"}
+    assert len(equal) > 20
+    for name, record in equal.items():
+        proof = record["evidence"]
+        assert proof["saves"] > 0, name
+        assert proof["loads"] > 0, name
+        assert proof["localEncodes"] == 0, name
+        if "e-p-d" in name:
+            assert proof["kvTokens"] == proof["kvTokensExpected"] > 0, name
+            assert proof["decodeEncodes"] == 0, name
+
+
 def fingerprint(out: Path) -> dict[str, Any]:
     """What must not depend on how servers start: ids of both arms, keys, digests."""
     found = {}
@@ -205,7 +230,7 @@ def test_bad_input_is_one_sentence_and_exit_2(arguments: list[str], words: str, 
     out = tmp_path / "o"
     code, _, stderr = finish(start("epd_conformance.cli", "run", "--out", str(out), *arguments), 120)
     assert code == 2
-    line = next(line for line in stderr.splitlines() if "rror" in line and words in line)
+    line = next(line for line in stderr.splitlines() if "error" in line.lower() and words in line)
     assert len(line) < 400
     assert left_of(out) == []
     assert not (out / "report.json").exists()

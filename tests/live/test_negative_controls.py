@@ -139,11 +139,22 @@ def test_an_invented_item_fails(tmp_path: Path) -> None:
     assert verdict(result, name) == ("fail", "invented")
 
 
-def test_a_server_that_dies_fails_and_names_itself(tmp_path: Path) -> None:
+def test_a_server_that_dies_fails_names_itself_and_condemns_nobody_else(tmp_path: Path) -> None:
     name = cell("EPD-TOK-002", "e-pd", "img1")
-    result = run(tmp_path / "o", "e-pd", [name], subject="planted.subjects:Raising")
-    assert verdict(result, name) == ("fail", "server-died")
-    assert "planted: the load fails" in result["cells"][name]["message"]
+    text = cell("EPD-TOK-001", "e-pd", "text")
+    proxy = cell("EPD-PROXY-001", "e-pd", "text")
+    warm = cell("EPD-XFER-002", "e-pd", "warm")
+    result = run(tmp_path / "o", "e-pd", [name, text, proxy, warm], subject="planted.subjects:Raising")
+    for each in (name, warm):
+        assert verdict(result, each) == ("fail", "server-died")
+        assert "planted: the load fails" in result["cells"][each]["message"]
+    assert result["cells"][warm]["blame"] == "connector", "an engine's cell, and a death in the connector"
+    # Text loads nothing: whatever died before, these ran on servers that live.
+    for each in (text, proxy):
+        assert verdict(result, each) == ("pass", "")
+    assert result["report"]["outcome"] == "nonconformant"
+    assert result["report"]["engineOutcome"] != "nonconformant"
+    assert result["report"]["proxyOutcome"] != "nonconformant"
 
 
 def test_proxy_that_primes_twice_or_sends_text_to_the_encoder_fails(tmp_path: Path) -> None:

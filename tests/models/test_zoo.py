@@ -190,7 +190,7 @@ def test_resolve_passes_a_hub_id_on(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("model", ["", "nonsense", "a/b/c", "/no/such/folder", "./x", "org/", "../x", "ö/x"])
 def test_resolve_refuses_the_rest_and_lists_the_zoo(tmp_path: Path, model: str) -> None:
-    with pytest.raises(UsageError, match=r"The zoo holds tiny-qwen2\.5-vl") as caught:
+    with pytest.raises(UsageError, match=r"the zoo holds tiny-qwen2\.5-vl") as caught:
         resolve(model, tmp_path)
     assert repr(model) in str(caught.value) and "did you mean" not in str(caught.value)
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from epd_conformance.errors import UsageError
 from epd_conformance.runtime import doctor, repairs, vllm_info
 from epd_conformance.topology.devices import Gpu, Inventory
 
@@ -68,6 +69,13 @@ def test_vllm() -> None:
     assert old.status == "missing" and old.mend is not None and "0.32" in old.mend
 
 
+def test_a_missing_libnuma_stops_a_run_before_it_boots(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_loads", lambda _: False)
+    with pytest.raises(UsageError, match="apt-get install libnuma1"):
+        doctor.preflight(CPU)
+    doctor.preflight(CUDA)
+
+
 def test_libnuma_is_asked_for_by_the_cpu_build_only() -> None:
     assert doctor._system_library(CPU, lambda _: False).status == "missing"
     assert doctor._system_library(CPU, lambda _: True).status == "ok"
@@ -76,7 +84,7 @@ def test_libnuma_is_asked_for_by_the_cpu_build_only() -> None:
 
 @pytest.mark.parametrize(
     ("available", "status", "servers"),
-    [(2.9, "missing", 0), (8.9, "warn", 2), (9.0, "ok", 3), (23.9, "ok", 7)],
+    [(2.9, "missing", 0), (11.9, "warn", 3), (12.0, "ok", 4), (23.9, "ok", 7)],
 )
 def test_memory(available: float, status: str, servers: int) -> None:
     check = doctor._memory(machine(available), 24.0)
@@ -96,8 +104,8 @@ def test_gpus() -> None:
 def test_cores_and_ports() -> None:
     assert doctor._cores(machine(cores=1)).status == "warn"
     assert doctor._cores(machine(cores=2)).status == "ok"
-    assert doctor._ports(8).status == "missing"
-    assert doctor._ports(9).status == "ok"
+    assert doctor._ports(11).status == "missing"
+    assert doctor._ports(12).status == "ok"
 
 
 def test_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
 """Planted defects: broken connectors, proxies and harness steps that the real suites must catch.
 
-Run one with `python -m planted NAME --out DIR -- <pytest arguments>`; the tests beside this package do.
+Run one with `python -m planted [--stages CLASS] -- --subject SUBJECT --out DIR …`; the tests beside this package do.
 """
