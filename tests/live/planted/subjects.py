@@ -40,5 +40,7 @@ class Raising(_Planted):
 
 
 class NoSuchModule(_Planted):
+    connector = "AnyConnector"
+
     def connector_config(self, role: str, stack: StackInfo) -> dict[str, Any]:
         return {**super().connector_config(role, stack), "ec_connector_module_path": "no_such_module_xyz"}
