@@ -6,10 +6,12 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
 import time
 import traceback
+from collections.abc import Generator
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -107,11 +109,16 @@ def run(
     keep = _pytest(arguments)
     if keep.report is None:
         raise typer.Exit(2)
-    if as_json:
-        print(json.dumps(keep.report.to_disk(), indent=2))
-    else:
-        render_text.print_report(keep.report)
-        print(f"report: {keep.run.out / REPORT_NAME}")
+    try:
+        if as_json:
+            print(json.dumps(keep.report.to_disk(), indent=2))
+        else:
+            render_text.print_report(keep.report)
+            print(f"report: {keep.run.out / REPORT_NAME}")
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Who reads only the first line (`| head -1`) must not turn the exit code into 1, "nonconformant".
+        sys.stdout = open(os.devnull, "w")  # noqa: PTH123, SIM115
     raise typer.Exit(keep.code)
 
 
@@ -151,10 +158,24 @@ def _pytest(arguments: list[str]) -> _Keep:
 
     from epd_conformance.run import suites_folder
 
-    keep = _Keep()
+    class Keep(_Keep):
+        @pytest.hookimpl(wrapper=True)
+        def pytest_cmdline_main(self) -> Generator[None, Any, Any]:
+            try:
+                return (yield)
+            except pytest.UsageError as error:
+                print(f"error: {error}", file=sys.stderr)
+                return pytest.ExitCode.USAGE_ERROR
+
+    keep = Keep()
     # The suites may lie in read-only site-packages.
     sys.dont_write_bytecode = True
-    code = pytest.main([str(suites_folder()), "-p", "no:terminal", "-s", *arguments], plugins=[keep])
+    # What a person has set for pytest on tests of their own (-n, -x, --cov, plug-ins that reorder) is no part of a run.
+    for name in ("PYTEST_ADDOPTS", "PYTEST_PLUGINS"):
+        os.environ.pop(name, None)
+    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+    fixed = [str(suites_folder()), "-p", "epd_conformance.pytest_plugin", "-p", "no:terminal", "-s"]
+    code = pytest.main([*fixed, *arguments], plugins=[keep])
     # Without a report there is only one thing to say, whatever pytest's own code is.
     keep.code = int(code) if keep.report is not None else 2
     return keep
@@ -172,23 +193,28 @@ def list_(
     as_json: JsonOption = False,
 ) -> None:
     """List requirements, features or cells. Needs no vLLM."""
+    found = [
+        item
+        for item in catalogues.load()
+        if (not area or item.area == area.upper())
+        and (not owner or item.owner == owner)
+        and (not topology or topology in item.topologies)
+    ]
+    if not found:
+        raise UsageError("no requirement matches: `epd-conformance list` without options shows all of them")
     if features:
         rows = [{"feature": str(feature), "description": feature.description} for feature in Feature]
     elif cells:
         keep = _pytest(["--subject", subject, "--profile", profile, "--collect-only"])
         if keep.run is None:
             raise typer.Exit(2)
-        rows = [{"cell": name} for name in keep.run.planned]
-    else:
-        found = [
-            item
-            for item in catalogues.load()
-            if (not area or item.area == area.upper())
-            and (not owner or item.owner == owner)
-            and (not topology or topology in item.topologies)
+        wanted = {item.id for item in found}
+        rows = [
+            {"cell": cell.id}
+            for cell in keep.run.collected
+            if cell.requirement in wanted and (not topology or cell.pair[1] == topology)
         ]
-        if not found:
-            raise UsageError("no requirement matches: `epd-conformance list` without options shows all of them")
+    else:
         rows = [
             {"id": item.id, "level": str(item.level), "owner": str(item.owner), "status": str(item.status)}
             | {"topologies": ", ".join(item.topologies), "sentence": item.sentence}
@@ -200,9 +226,13 @@ def list_(
     if as_json:
         print(json.dumps(rows, indent=2))
         return
+    if cells and not features:
+        # Plain lines: a table would cut an id off where the terminal is narrower.
+        print("\n".join(row["cell"] for row in rows))
+        return
     table = Table(box=None, padding=(0, 2, 0, 0))
     for name in rows[0]:
-        table.add_column(name, overflow="fold", no_wrap=name in ("id", "cell", "feature"))
+        table.add_column(name, overflow="fold", no_wrap=name in ("id", "feature"))
     for row in rows:
         table.add_row(*row.values())
     # Without markup: cell ids hold brackets.
@@ -242,7 +272,6 @@ def serve(
     """Boot a topology and keep it until Ctrl-C; prints the address for clients."""
     from epd_conformance.run import Options, fresh_folder, model_use
     from epd_conformance.runtime import vllm_info
-    from epd_conformance.topology.launcher import Boot
     from epd_conformance.topology.spec import Shape, Topology
     from epd_conformance.topology.stack import Site, StackSpec
 
@@ -251,8 +280,9 @@ def serve(
     if subject and parsed.kind == "p-d":
         raise UsageError("p-d has no encode server and so no EC connector: leave out --subject")
     chosen = subjects.load(wanted) if wanted else None
+    options = Options(subject=wanted, device=device, model=model, dtype=dtype, boot=boot)
+    how = options.how()
     vllm_info.require()
-    options = Options(subject=wanted, device=device, model=model, dtype=dtype)
     signal.signal(signal.SIGTERM, _interrupt)
 
     def say(line: str) -> None:
@@ -262,7 +292,7 @@ def serve(
         fresh_folder(out, f"serve-{parsed.name}"),
         model_use(options),
         device=device,
-        boot=Boot(boot or ("fork" if device == "cpu" else "plain")),
+        boot=how,
         say=say,
         memory_wait_s=memory_wait,
     )

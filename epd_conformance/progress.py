@@ -84,4 +84,5 @@ class Progress:
                 Text(str(other), style="yellow" if other else "dim"),
             )
         elapsed = time.monotonic() - self._began
-        self._live.update(Group(table, Spinner("dots", f" {elapsed:.0f} s  {self._line}")))
+        # As Text: a plain string is read as markup, in which a cell's brackets vanish and a path's may be an error.
+        self._live.update(Group(table, Spinner("dots", Text(f" {elapsed:.0f} s  {self._line}"))))

@@ -6,8 +6,12 @@ tests. `epd-conformance run` is sugar over it.
 
 from __future__ import annotations
 
+import contextlib
+import os
+import shlex
 import signal
 import sys
+import threading
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
@@ -16,7 +20,7 @@ import pytest
 
 from epd_conformance.catalogue import ConformanceLevel
 from epd_conformance.errors import UsageError
-from epd_conformance.live.case import MARK
+from epd_conformance.live.case import MARK, Case
 from epd_conformance.live.session import PlannedCell
 from epd_conformance.oracle.judges import Judgement
 from epd_conformance.progress import Progress
@@ -28,27 +32,43 @@ RUN = pytest.StashKey[Run]()
 PLANTED = pytest.StashKey[Planted]()
 # How a person who runs pytest itself sees the report; `epd-conformance run` prints it on its own.
 REPORT = pytest.StashKey[schema.Report]()
+# What is wrong with a suite, or with how it was called: found while tests are collected, said when that is done.
+COMPLAINT = pytest.StashKey[str]()
+# Whoever handled SIGTERM before the run.
+HANDLER = pytest.StashKey[Any]()
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
+def _asked(config: pytest.Config) -> bool:
+    """Whether somebody asks for a run, or for help: options of these names must not be in the way of other projects' own."""
+    words = [*config.invocation_params.args, *shlex.split(os.environ.get("PYTEST_ADDOPTS", ""))]
+    # Not known yet where the plug-in is handed to pytest.main itself.
+    with contextlib.suppress(ValueError):
+        words += config.getini("addopts")
+    return any(str(word).partition("=")[0] in ("--subject", "-h", "--help") for word in words)
+
+
+def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
+    config = pluginmanager.get_plugin("pytestconfig")
+    if config is None or not _asked(config):
+        return
     group = parser.getgroup("epd-conformance", "certify a vLLM EC connector")
     group.addoption("--subject", help="what to certify: reference, vllm-example, an entry point, or module:Class")
     group.addoption("--profile", default="e-pd", help="aggregated, e-pd, e-p-d, all, or sizes such as 2e-1pd")
     group.addoption("--level", default="full", choices=[str(level) for level in ConformanceLevel])
-    group.addoption("--device", default="cpu", choices=["cpu", "cuda"])
+    group.addoption("--device", default="cpu", help="cpu or cuda")
     group.addoption("--model", default="tiny-qwen2.5-vl", help="a zoo name, a folder, or a Hugging Face id")
     group.addoption("--dtype", default="", help="float32 on cpu and the model's own on cuda, unless given")
     group.addoption("--mode", default="develop", choices=[str(mode) for mode in Mode])
     group.addoption("--out", default=None, help="folder for report, evidence and logs (default: a new one in runs/)")
     group.addoption("--seed", default=0, type=int, help="draws the contents of every cell")
-    group.addoption("--boot", default="", choices=["", "fork", "plain"], help="how servers start")
+    group.addoption("--boot", default="", help="how servers start: fork (CPU only, fast) or plain")
     group.addoption("--cell", action="append", default=[], help="run only this cell (may be repeated)")
     group.addoption("--memory-wait", default=600.0, type=float, help="seconds to wait for memory that others hold")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", f"{MARK}(id, cases): the requirement that a suite's test is for")
-    if config.getoption("--subject") is None:
+    if config.getoption("--subject", None) is None:
         return
     option = config.getoption
     options = Options(
@@ -80,7 +100,9 @@ def pytest_configure(config: pytest.Config) -> None:
     def end(*_: object) -> None:
         raise KeyboardInterrupt("terminated")
 
-    signal.signal(signal.SIGTERM, end)
+    # Python lets only the main thread have handlers.
+    if threading.current_thread() is threading.main_thread():
+        config.stash[HANDLER] = signal.signal(signal.SIGTERM, end)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -88,6 +110,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         return
     marker = metafunc.definition.get_closest_marker(MARK)
     run = metafunc.config.stash.get(RUN, None)
+    if run is None and not _is_ours(marker):
+        # Another project's fixture of that name.
+        return
+    cells: list[PlannedCell] = []
     try:
         if marker is None:
             raise UsageError(f"{metafunc.definition.nodeid} asks for `cell` without @requirement: add it")
@@ -96,9 +122,16 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         requirement_id, cases = marker.args
         cells = run.cells_of(run.catalogue[requirement_id], cases)
     except UsageError as error:
-        # Raised as it is, pytest would show a traceback of the collection and go on.
-        pytest.exit(str(error), returncode=pytest.ExitCode.USAGE_ERROR)
+        # Whatever is raised here, pytest shows it with a traceback, once for each file: it is said after the collection.
+        metafunc.config.stash.setdefault(COMPLAINT, str(error))
     metafunc.parametrize("cell", cells, ids=[cell.id for cell in cells], indirect=True)
+
+
+def _is_ours(marker: pytest.Mark | None) -> bool:
+    """Whether a mark is that of `live.case.requirement`; other projects mark their tests with the same word."""
+    if marker is None or len(marker.args) != 2 or not isinstance(marker.args[1], tuple):
+        return False
+    return all(isinstance(case, Case) for case in marker.args[1])
 
 
 def _planned(item: pytest.Item) -> PlannedCell | None:
@@ -108,8 +141,10 @@ def _planned(item: pytest.Item) -> PlannedCell | None:
 
 
 @pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config, items: list[pytest.Item]) -> None:
     """Keep the cells of one topology together (its servers are booted once), then fix the expected set."""
+    if (complaint := config.stash.get(COMPLAINT, None)) is not None:
+        raise pytest.UsageError(complaint)
     run = config.stash.get(RUN, None)
     if run is None:
         return
@@ -133,7 +168,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return order[cell.topology] if cell is not None else -1
 
     items.sort(key=stage)
-    if config.getoption("collectonly"):
+    # A suite that was not collected ends the session; there is no run whose report could have a hole in its place.
+    broken = session.testsfailed and not config.getoption("continue_on_collection_errors")
+    if config.getoption("collectonly") or broken:
         return
     try:
         run.begin([cell.id for item in items if (cell := _planned(item)) is not None])
@@ -172,7 +209,7 @@ def cell(request: pytest.FixtureRequest) -> Generator[CellUnderTest, None, None]
     try:
         yield under_test
     finally:
-        if under_test.record is None and not run.interrupted:
+        if under_test.record is None and not run.interrupted and not run.refused:
             judgement = Judgement(
                 Verdict.ERROR, reason="harness", expected="the test judges its cell", observed="it did not"
             )
@@ -188,7 +225,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
         run = item.config.stash.get(RUN, None)
         if run is None or run.judged:
             raise
-        run.interrupted = str(error)
+        run.refused = str(error)
         pytest.exit(str(error), returncode=2)
 
 
@@ -220,10 +257,8 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     if run is None:
         return
     run.progress.__exit__(None, None, None)
-    if exitstatus == 2 and run.interrupted and not run.judged:
+    if run.refused or not hasattr(run, "chosen"):
         run.close()
-        return
-    if not hasattr(run, "chosen"):
         return
     if exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED) and not run.interrupted:
         run.interrupted = f"pytest ended with status {int(exitstatus)}"
@@ -236,6 +271,8 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     run = config.stash.get(RUN, None)
     if run is not None:
         run.close()
+    if (handler := config.stash.get(HANDLER, None)) is not None:
+        signal.signal(signal.SIGTERM, handler)
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:

@@ -44,7 +44,7 @@ from epd_conformance.runtime import doctor, vllm_info
 from epd_conformance.topology.launcher import Boot
 from epd_conformance.topology.spec import Topology
 from epd_conformance.topology.stack import ModelUse, Site, Stack
-from epd_conformance.verdict import Mode, Outcome, Verdict, exit_code
+from epd_conformance.verdict import Mode, Verdict, exit_code
 
 PROFILES: dict[str, tuple[str, ...]] = {
     "aggregated": ("aggregated",),
@@ -72,6 +72,14 @@ class Options:
     boot: str = ""
     cells: tuple[str, ...] = ()
     memory_wait_s: float = 600.0
+
+    def how(self) -> Boot:
+        """How servers start on the device: forked on CPU, plainly on GPU, unless asked for. Raises UsageError."""
+        if self.device not in ("cpu", "cuda"):
+            raise UsageError(f"no device {self.device!r}: use cpu or cuda")
+        if self.boot not in ("", *Boot):
+            raise UsageError(f"no way to boot {self.boot!r}: use fork or plain")
+        return Boot(self.boot or (Boot.FORK if self.device == "cpu" else Boot.PLAIN))
 
     def topologies(self) -> tuple[str, ...]:
         """The topologies of the profile; sizes such as `2e-1pd` are a profile of their own. Raises UsageError."""
@@ -106,13 +114,9 @@ class Run:
         self.topologies = options.topologies()
         self.catalogue: Catalogue = catalogues.load()
         self.subject = subjects.load(options.subject)
-        if options.device not in ("cpu", "cuda"):
-            raise UsageError(f"no device {options.device!r}: use cpu or cuda")
-        if options.boot not in ("", "fork", "plain"):
-            raise UsageError(f"no way to boot {options.boot!r}: use fork or plain")
+        self.boot = options.how()
         if options.mode is Mode.CERTIFY and (options.cells or options.level is not ConformanceLevel.FULL):
             raise UsageError("--mode certify runs everything: leave out --cell, -k and --level core")
-        self.boot = Boot(options.boot or ("fork" if options.device == "cpu" else "plain"))
         self.environment_class = EnvironmentClass.CUDA if options.device == "cuda" else EnvironmentClass.CPU_V1
         self.selection = self.catalogue.select(
             topologies={Topology.parse(name).kind for name in self.topologies},
@@ -125,6 +129,7 @@ class Run:
         self.planned: dict[str, PlannedCell] = {}
         self.judged = 0
         self.interrupted = ""
+        self.refused = ""
         self._site: Site | None = None
         self._session: LiveSession | None = None
         self._flags: dict[str, tuple[str, ...]] = {}
@@ -215,7 +220,7 @@ class Run:
     def session(self) -> LiveSession:
         """The live session; made, with its processes, when the first cell asks for it."""
         if self._session is None:
-            self._site = Site(
+            site = Site(
                 self.out,
                 self.model,
                 device=self.options.device,
@@ -223,7 +228,8 @@ class Run:
                 say=self.progress.say,
                 memory_wait_s=self.options.memory_wait_s,
             )
-            self._site.__enter__()
+            # A site that cannot be entered has closed itself.
+            self._site = site.__enter__()
             self._session = LiveSession(
                 self._site,
                 self.subject,
@@ -253,7 +259,9 @@ class Run:
             artifacts.append(write_evidence(self.out, evidence).relative_to(self.out).as_posix())
             judgement = judges.judge(evidence)
             if judgement.verdict is not Verdict.PASS:
-                artifacts += self._capture(cell, stage.stack)
+                # It only explains: a capture that breaks (a full disk) must not hide a proven failure.
+                with contextlib.suppress(Exception):
+                    artifacts += self._capture(cell, stage.stack)
         except (StackError, UsageError) as error:
             usage = isinstance(error, UsageError)
             if usage and not self.judged:
@@ -519,8 +527,5 @@ def suite_digest() -> str:
 
 
 def result_code(report: schema.Report) -> int:
-    """The exit code of a run (design §6): that of the certified owner; an interrupted run is never conformant."""
-    outcome = report.certified_outcome
-    if report.interrupted and outcome is not Outcome.NONCONFORMANT:
-        outcome = Outcome.INCOMPLETE
-    return exit_code(outcome)
+    """The exit code of a run (design §6): that of the certified owner."""
+    return exit_code(report.certified_outcome)

@@ -8,16 +8,27 @@ import json
 import tomllib
 from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
-from epd_conformance.catalogue.model import ConformanceLevel, EnvironmentClass, Layer, Requirement, Status
+from epd_conformance.catalogue.model import (
+    ConformanceLevel,
+    EnvironmentClass,
+    Layer,
+    NotTestable,
+    Requirement,
+    Status,
+)
 from epd_conformance.catalogue.selection import NotVerified, Selection
 from epd_conformance.errors import UsageError
 from epd_conformance.features import FEATURE_OF_TOPOLOGY, Feature
 
 REQUIREMENTS = Path(__file__).parent / "requirements"
+LABELS = Path(__file__).parent / "labels.toml"
+NOT_TESTABLE = Path(__file__).parent / "not_testable.toml"
+
+ModelT = TypeVar("ModelT", bound=BaseModel)
 
 
 class Catalogue:
@@ -107,42 +118,76 @@ def load(directory: Path | None = None) -> Catalogue:
     files = sorted(folder.glob("*.toml"))
     if not files:
         raise UsageError(f"{folder} holds no requirements: expected files such as tok.toml in it")
+    known = labels()
     found: dict[str, tuple[Path, Requirement]] = {}
     for path in files:
-        for item in _read(path):
+        for number, table in enumerate(_tables(path, "requirement"), start=1):
+            item = _item(path, table, Requirement, table.get("id", f"requirement number {number}"))
+            if item.area.lower() != path.stem:
+                raise UsageError(f"{path.name}: {item.id} belongs into {item.area.lower()}.toml")
             if item.id in found:
                 raise UsageError(
                     f"{path.name}: {item.id} is defined twice (also in {found[item.id][0].name}); "
                     "give one of them another number"
                 )
+            _explained(path, item.id, item.covers, known)
             found[item.id] = (path, item)
     return Catalogue([item for _, item in found.values()])
 
 
-def _read(path: Path) -> list[Requirement]:
+def not_testable(path: Path | None = None) -> tuple[NotTestable, ...]:
+    """What no test of this suite can show, and why, in the order of the file (default: the one in this package).
+
+    Raises `UsageError`, naming file and title, for anything that is wrong.
+    """
+    path = path or NOT_TESTABLE
+    known = labels()
+    found: dict[str, NotTestable] = {}
+    for number, table in enumerate(_tables(path, "not_testable"), start=1):
+        item = _item(path, table, NotTestable, table.get("title", f"entry number {number}"))
+        if item.title in found:
+            raise UsageError(f"{path.name}: `{item.title}` stands in it twice")
+        _explained(path, item.title, item.covers, known)
+        found[item.title] = item
+    return tuple(found.values())
+
+
+def labels() -> dict[str, str]:
+    """Every label that `covers` may name, and what it stands for: `{"I1": "construction in …", …}`.
+
+    Four kinds, in this order: `I` contract, `S` analysis, `C` failures, `B` public reports.
+    """
+    return {label: text for group in _document(LABELS).values() for label, text in group.items()}
+
+
+def _document(path: Path) -> dict[str, Any]:
     try:
-        document = tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as exc:
         raise UsageError(f"{path.name} is not valid TOML: {exc}") from exc
-    tables = document.pop("requirement", None)
+
+
+def _tables(path: Path, kind: str) -> list[dict[str, Any]]:
+    document = _document(path)
+    tables = document.pop(kind, None)
     if document:
-        raise UsageError(
-            f"{path.name}: unknown key `{next(iter(document))}`; only [[requirement]] tables may stand in it"
-        )
+        raise UsageError(f"{path.name}: unknown key `{next(iter(document))}`; only [[{kind}]] tables may stand in it")
     if not isinstance(tables, list) or not tables or not all(isinstance(table, dict) for table in tables):
-        raise UsageError(f"{path.name} holds no [[requirement]] table")
-    return [_requirement(path, number, table) for number, table in enumerate(tables, start=1)]
+        raise UsageError(f"{path.name} holds no [[{kind}]] table")
+    return tables
 
 
-def _requirement(path: Path, number: int, table: dict[str, Any]) -> Requirement:
-    name = table.get("id", f"requirement number {number}")
+def _item(path: Path, table: dict[str, Any], model: type[ModelT], name: str) -> ModelT:
     try:
-        item = Requirement.model_validate(table)
+        return model.model_validate(table)
     except ValidationError as exc:
         first = exc.errors(include_url=False)[0]
         where = ".".join(str(part) for part in first["loc"])
         message = str(first["msg"]).removeprefix("Value error, ")
         raise UsageError(f"{path.name}: {name}: {f'`{where}`: ' if where else ''}{message}") from exc
-    if item.area.lower() != path.stem:
-        raise UsageError(f"{path.name}: {item.id} belongs into {item.area.lower()}.toml")
-    return item
+
+
+def _explained(path: Path, name: str, covers: Collection[str], known: Collection[str]) -> None:
+    for label in covers:
+        if label not in known:
+            raise UsageError(f"{path.name}: {name}: `covers` names {label}, which {LABELS.name} does not explain")

@@ -60,6 +60,9 @@ _LEVEL_WORD = re.compile(r"\b(MUST|SHOULD|MAY)\b")
 # What a table of 80 columns leaves for it beside ids, owners and two topologies.
 Title = Annotated[str, Field(min_length=1, max_length=30)]
 
+# See `Requirement.covers`.
+Label = Annotated[str, Field(pattern=r"^[ISCB]\d{1,2}$")]
+
 
 class Requirement(BaseModel):
     """One numbered sentence of the catalogue.
@@ -68,6 +71,11 @@ class Requirement(BaseModel):
     word in it), `rationale` why it matters and what goes wrong without it, `source` where the rule comes from
     (a vLLM file, a public issue or pull request), `since` the version of this suite that released the id:
     from then on its meaning is fixed.
+
+    `covers` says which of the facts that the catalogue was made from this requirement answers for: `I5` is an
+    invariant of the contract between engine and EC connector, `S3` a line of the analysis of encoder
+    disaggregation, `C16` a row of the table of failures, `B13` a public fault report. `labels.toml` says in
+    words what each of them is, and `docs/requirements.md` shows who covers it.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -86,6 +94,7 @@ class Requirement(BaseModel):
     conformance: ConformanceLevel
     features: tuple[Feature, ...] = ()
     environments: Annotated[tuple[EnvironmentClass, ...], Field(min_length=1)] = tuple(EnvironmentClass)
+    covers: tuple[Label, ...] = ()
 
     @property
     def area(self) -> str:
@@ -100,8 +109,24 @@ class Requirement(BaseModel):
             raise ValueError(f"level is {self.level}, but the sentence says {found}")
         if not self.sentence.endswith(".") or re.search(r"[.!?]\s", self.sentence):
             raise ValueError("`sentence` is not one sentence that ends with a full stop")
-        for name in ("topologies", "features", "environments"):
+        for name in ("topologies", "features", "environments", "covers"):
             values = getattr(self, name)
             if len(set(values)) != len(values):
                 raise ValueError(f"`{name}` names something twice")
         return self
+
+
+class NotTestable(BaseModel):
+    """Something about encoder disaggregation that no test of this suite can show.
+
+    `statement` is what one would like to know, `reason` why no test tells, `instead` what stands in for it;
+    `covers` as in `Requirement`: facts of which at least this part stays untested.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    title: Annotated[str, Field(min_length=1)]
+    statement: Annotated[str, Field(min_length=1)]
+    reason: Annotated[str, Field(min_length=1)]
+    instead: Annotated[str, Field(min_length=1)]
+    covers: tuple[Label, ...] = ()

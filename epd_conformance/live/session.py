@@ -382,9 +382,13 @@ def relevant(events: Sequence[Mapping[str, Any]], keys: set[str]) -> list[Mappin
     return kept
 
 
+_SEPARATORS = {"[": "_", "/": "_", "]": ""}
+
+
 def write_evidence(folder: Path, evidence: CellEvidence) -> Path:
     """Write a cell's raw evidence to `cells/<name>.json` under the run's folder; returns the path."""
-    name = re.sub(r"[^A-Za-z0-9.+-]+", "_", evidence.cell).strip("_")
+    # Bracket and slashes become `_`; what else is unusual, `_` too, is written as its code, so that no two cells share a file.
+    name = re.sub(r"[^\w.~+-]|_", lambda found: _SEPARATORS.get(found[0], f"%{ord(found[0]):02x}"), evidence.cell)
     path = folder / "cells" / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(evidence.to_json(), separators=(",", ":")), encoding="utf-8")

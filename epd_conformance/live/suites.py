@@ -1,0 +1,187 @@
+"""The installed suite as data: which cases test which requirement, and what a cell of it must look like.
+
+A run gets its cells from pytest; whoever checks a run afterwards needs the same bindings without running anything, and not
+from the run's own evidence, which could name an easier judge or plan.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from epd_conformance import catalogue as catalogues
+from epd_conformance.catalogue import Catalogue, ExpectedCell
+from epd_conformance.features import Feature
+from epd_conformance.live import baseline
+from epd_conformance.live.case import MARK, Case, plan_of
+from epd_conformance.live.session import relevant
+from epd_conformance.oracle import baselines
+from epd_conformance.oracle.transport import Roles
+from epd_conformance.plans.plan import Plan, Request, lengthen
+from epd_conformance.report import schema
+from epd_conformance.topology.spec import Role, Topology, ec_role
+
+STACKS = "stacks"
+
+
+@dataclass(frozen=True)
+class Suite:
+    """Catalogue, cases by requirement, and the digest of the files they come from."""
+
+    catalogue: Catalogue
+    cases: Mapping[str, tuple[Case, ...]]
+    digest: str
+
+    def case(self, requirement: str, name: str) -> Case | None:
+        """The case that a cell of this requirement and name carries out; None where the suite has none."""
+        return next((case for case in self.cases.get(requirement, ()) if case.name == name), None)
+
+    def expected(self, start: schema.RunStart, model: str) -> schema.ExpectedSet:
+        """The expected set of a run with these options. Raises UsageError, or ValueError for an unknown feature."""
+        from epd_conformance.run import Options
+
+        run = start.run
+        topologies = [Topology.parse(name) for name in Options(start.subject.name, run.profile).topologies()]
+        selection = self.catalogue.select(
+            topologies={topology.kind for topology in topologies},
+            environment=start.environment_class,
+            features=[Feature(name) for name in start.subject.features],
+            level=run.level,
+        )
+        collected = [
+            ExpectedCell(requirement, topology.name, model, case.name)
+            for requirement, cases in self.cases.items()
+            for topology in topologies
+            for case in cases
+        ]
+        return schema.ExpectedSet(
+            cells=tuple(schema.ExpectedRecord.of(cell) for cell in selection.expected(collected)),
+            not_verified=tuple(
+                schema.NotVerifiedRecord(kind=gap.kind, requirement=gap.requirement, detail=gap.detail)
+                for gap in selection.not_verified
+            ),
+        )
+
+    def drawn(self, case: Case, seed: int, cell: str, topology: str, plan: Plan) -> bool:
+        """Whether a plan is what the case draws for this seed and cell.
+
+        Where there is a KV connector the session lengthens each request until its prompt has a length that can be served,
+        and the contrasts as far as the requests they belong to. Nothing else may differ.
+        """
+        drawn = plan_of(case, seed, cell)
+        if not Topology.parse(topology).has_kv:
+            return plan == drawn
+        if len(plan.requests) != len(drawn.requests):
+            return False
+        counts = [_times(*pair) for pair in zip(drawn.requests, plan.requests, strict=True)]
+        known = [count for count in counts if count is not None]
+        if len(known) != len(counts):
+            return False
+        contrasts = tuple(lengthen(request, known[i % len(known)]) for i, request in enumerate(drawn.contrasts))
+        return plan.contrasts == contrasts
+
+    def floor_requests(self, seed: int, topology: str) -> list[Request]:
+        """The prompts that the noise floor of a topology is measured on in every run."""
+        return baseline.floor_requests(seed, topology)
+
+    @property
+    def repetitions(self) -> int:
+        """How often the aggregated baseline answers each prompt."""
+        return baseline.REPETITIONS
+
+    def layout(self, topology: str) -> Layout:
+        """Where and by whom the evidence of a topology is written. Raises UsageError for what is no topology."""
+        return Layout(Topology.parse(topology))
+
+    def relevant(self, events: Sequence[Mapping[str, Any]], keys: set[str]) -> list[Mapping[str, Any]]:
+        """The earlier journal lines that the evidence of a cell with these keys holds."""
+        return relevant(events, keys)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The servers of a topology's stack and the folders of its raw evidence, relative to the run's."""
+
+    topology: Topology
+
+    @property
+    def stack(self) -> str:
+        """The name of the stack under test; one that was booted again after a death has a number behind it."""
+        return self.topology.name if self.topology.kind != "aggregated" else "ec-both"
+
+    @property
+    def pd_journal(self) -> str | None:
+        """The journal of the p-d baseline; None where the topology has none."""
+        return f"{STACKS}/baseline-p-d-{self.topology.name}/journal" if self.topology.has_kv else None
+
+    def is_journal(self, path: str) -> bool:
+        """Whether a path is the journal folder of a stack under test of this topology."""
+        return re.fullmatch(rf"{STACKS}/{re.escape(self.stack)}(-[0-9]+)?/journal", path) is not None
+
+    def paths(self, stack: str) -> tuple[str, ...]:
+        """What a cell that ran on this stack rests on, besides its own file: for its `artifacts`."""
+        found = (f"{STACKS}/{stack}/journal", f"{baselines.FOLDER}/{self.topology.name}.json", self.pd_journal)
+        return tuple(path for path in found if path is not None)
+
+    @property
+    def roles(self) -> Roles:
+        """The part that each server plays, by journal name."""
+        single = self._names(Role.AGGREGATED)
+        return Roles(
+            encode=self._names(Role.ENCODE),
+            consumers=self._names(Role.PREFILL, Role.PREFILL_DECODE) | single,
+            decode=self._names(Role.DECODE),
+            both=single,
+        )
+
+    @property
+    def connected(self) -> list[str]:
+        """The servers that are configured with the EC connector, in order."""
+        return [name for name, role in self.topology.servers() if role is Role.AGGREGATED or ec_role(role) is not None]
+
+    def first_stage(self, images: bool) -> str:
+        """The stage that a request meets first behind the proxy."""
+        if images and self.topology.has_ec:
+            return "encode"
+        return "prefill" if self.topology.has_kv else "decode"
+
+    def _names(self, *wanted: Role) -> frozenset[str]:
+        return frozenset(name for name, role in self.topology.servers() if role in wanted)
+
+
+def installed() -> Suite:
+    """The suite of this installation. Imports its files, so pytest and what they import must be there."""
+    from epd_conformance.run import suite_digest, suites_folder
+
+    return Suite(catalogues.load(), collect(suites_folder()), suite_digest())
+
+
+def collect(folder: Path) -> dict[str, tuple[Case, ...]]:
+    """The cases of every test function below a folder that carries the requirement mark."""
+    found: dict[str, list[Case]] = {}
+    for path in sorted(folder.rglob("test_*.py")):
+        for requirement, cases in _marked(path):
+            found.setdefault(requirement, []).extend(cases)
+    return {requirement: tuple(cases) for requirement, cases in found.items()}
+
+
+def _marked(path: Path) -> Iterator[tuple[str, tuple[Case, ...]]]:
+    # Under a name of its own: pytest may have imported the same file, and another suite may have one of the same name.
+    spec = importlib.util.spec_from_file_location(f"_collected_{path.stem}", path)
+    assert spec is not None and spec.loader is not None  # the path ends in .py
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    for value in vars(module).values():
+        marks: Any = getattr(value, "pytestmark", ())
+        for mark in marks if isinstance(marks, list) else ():
+            if mark.name == MARK:
+                yield mark.args
+
+
+def _times(drawn: Request, request: Request) -> int | None:
+    """How often a request was lengthened; None if it is another one."""
+    return next((count for count in range(baseline.LENGTHENINGS + 1) if lengthen(drawn, count) == request), None)
