@@ -255,6 +255,18 @@ def doctor(
 
 
 @app.command()
+def verify(
+    directory: Annotated[Path, typer.Argument(help="the folder of a run (its --out)")], as_json: JsonOption = False
+) -> None:
+    """Compute a run's verdicts again from its raw evidence, and hold its report against them."""
+    from epd_conformance.report.verify import verify as check
+
+    found = check(directory)
+    print(json.dumps(found.to_json(), indent=2) if as_json else "\n".join(found.lines()))
+    raise typer.Exit(0 if found.ok else 1)
+
+
+@app.command()
 def serve(
     topology: Annotated[str, typer.Option(help="aggregated, e-pd, p-d, e-p-d, or sizes such as 2e-1pd")] = "e-pd",
     subject: Annotated[

@@ -17,7 +17,7 @@ import sys
 import time
 import traceback
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -33,10 +33,11 @@ from epd_conformance.errors import StackError, UsageError
 from epd_conformance.live import http
 from epd_conformance.live.case import Case
 from epd_conformance.live.session import LiveSession, PlannedCell, write_evidence
+from epd_conformance.live.suites import Layout
 from epd_conformance.models import zoo
 from epd_conformance.oracle import judges
+from epd_conformance.oracle.baselines import BaselineAnswers
 from epd_conformance.oracle.judges import Judgement
-from epd_conformance.oracle.noise import NoiseFloor
 from epd_conformance.progress import Progress
 from epd_conformance.report import schema, writer
 from epd_conformance.report.failure import failure_text
@@ -257,6 +258,7 @@ class Run:
             began = time.monotonic()
             evidence = session.run(cell)
             artifacts.append(write_evidence(self.out, evidence).relative_to(self.out).as_posix())
+            artifacts += Layout(stage.topology).paths(stage.stack.spec.name)
             judgement = judges.judge(evidence)
             if judgement.verdict is not Verdict.PASS:
                 # It only explains: a capture that breaks (a full disk) must not hide a proven failure.
@@ -350,22 +352,8 @@ class Run:
 
     # -- evidence ------------------------------------------------------------------------------------------------------
 
-    def _floor(self, topology: str, floor: NoiseFloor, offered: Sequence[str], names: Mapping[str, str]) -> None:
-        self.log.append(
-            schema.NoiseFloor(
-                baseline=topology,
-                model=self.model.name,
-                runs=floor.repetitions,
-                max_logprob_delta=floor.floor,
-                min_margin=floor.least_margin,
-                admitted=tuple(names[digest] for digest in offered if digest in floor.admitted),
-                rejected=tuple(
-                    schema.RejectedPrompt(prompt=names[digest], reason=floor.rejected[digest])
-                    for digest in offered
-                    if digest not in floor.admitted
-                ),
-            )
-        )
+    def _floor(self, baseline: BaselineAnswers) -> None:
+        self.log.append(baseline.line(self.model.name))
 
     def _learn(self) -> None:
         """Write the environment again when servers were started with flags that it does not hold yet."""

@@ -7,13 +7,12 @@ prove that decode took the KV, or it is no `p-d` baseline.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from epd_conformance.live import client
-from epd_conformance.oracle import noise, transport
+from epd_conformance.oracle import transport
 from epd_conformance.oracle.answers import Answer
-from epd_conformance.oracle.noise import NoiseFloor
 from epd_conformance.oracle.transport import Roles
 from epd_conformance.plans.plan import Draw, Plan, Request, lengthen
 from epd_conformance.topology.spec import Role
@@ -39,13 +38,6 @@ class Baselines:
     def first(self, digest: str) -> dict[str, Answer]:
         """The first answer of every arm to a request."""
         return {arm: answers[digest][0] for arm, answers in self.arms.items() if digest in answers}
-
-    def floor(self, offered: Sequence[str]) -> NoiseFloor:
-        """Admit or reject each of the offered requests."""
-        arms: list[Mapping[str, Sequence[Answer]]] = [
-            {digest: answers[digest] for digest in offered} for answers in self.arms.values()
-        ]
-        return noise.measure(arms, {d: why for d, why in self.unproven.items() if d in set(offered)})
 
 
 def floor_requests(seed: int, topology: str) -> list[Request]:

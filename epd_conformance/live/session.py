@@ -22,6 +22,8 @@ from epd_conformance.live import baseline, client, http
 from epd_conformance.live.baseline import Baselines
 from epd_conformance.live.case import Case, plan_of
 from epd_conformance.oracle.answers import Answer
+from epd_conformance.oracle.baselines import BaselineAnswers
+from epd_conformance.oracle.baselines import write as write_baseline
 from epd_conformance.oracle.judges import CellEvidence
 from epd_conformance.oracle.noise import NoiseFloor
 from epd_conformance.oracle.transport import Roles
@@ -70,7 +72,7 @@ class LiveSession:
         seed: int,
         cells: Sequence[PlannedCell],
         say: Callable[[str], None] = lambda _: None,
-        on_floor: Callable[[str, NoiseFloor, Sequence[str], Mapping[str, str]], None] = lambda *_: None,
+        on_floor: Callable[[BaselineAnswers], None] = lambda _: None,
         on_boot: Callable[[], None] = lambda: None,
         recorder: bool = True,
         stages: str | None = None,
@@ -78,7 +80,7 @@ class LiveSession:
     ) -> None:
         """`cells`: all cells of the run, so that each topology's admitted set is fixed before its first cell.
 
-        `on_floor(topology, floor, offered digests, names by digest)` is called when a noise floor was measured, `on_boot()`
+        `on_floor` is called when the baselines of a topology were asked, `on_boot()`
         after every boot. `stages`
         names another proxy stage class: the negative controls plant proxy defects with it. `salted` False leaves out the
         `cache_salt` that keeps a prefix cache from answering: the control for that very detector.
@@ -179,10 +181,11 @@ class LiveSession:
             aggregated, stack = self.site.boot(agg_spec, subject_spec)
             self.on_boot()
             offered = self._ask(baselines, aggregated, plans, exact, topology)
-        floor = baselines.floor([request.digest() for request in offered])
-        names = {request.digest(): request.label for request in offered}
+        asked = BaselineAnswers(topology.name, tuple(offered), baselines.arms, baselines.unproven)
+        write_baseline(self.folder, asked)
+        floor = asked.floor()
         self.say(f"{topology.name}: {floor.words()}")
-        self.on_floor(topology.name, floor, [request.digest() for request in offered], names)
+        self.on_floor(asked)
         return Stage(topology, subject_spec, stack, baselines, plans, floor, self._bypass(stack))
 
     def _settle(self, plans: dict[str, Plan], aggregated: Stack, block: int) -> dict[str, Plan]:

@@ -17,6 +17,7 @@ from epd_conformance.connectors.journal import Journal
 from epd_conformance.live import baseline, client
 from epd_conformance.live.baseline import Baselines, ask_aggregated, ask_pd, floor_requests, settle, settle_plan
 from epd_conformance.oracle.answers import NO_IDS, Answer
+from epd_conformance.oracle.baselines import BaselineAnswers
 from epd_conformance.plans.plan import Draw, Plan, Request, lengthen, replace_images
 from epd_conformance.topology.spec import Role
 
@@ -275,7 +276,7 @@ def test_the_aggregated_baseline_is_asked_again_and_again_each_time_anew(
         request.digest(): baseline.REPETITIONS for request in asked
     }
     digests = [request.digest() for request in asked]
-    assert found.floor(digests).admitted == set(digests)
+    assert BaselineAnswers("e-pd", tuple(asked), found.arms).floor().admitted == set(digests)
     assert set(found.first(digests[0])) == {"aggregated"}
     assert found.first("unknown") == {}
 
@@ -325,7 +326,7 @@ def test_a_pd_baseline_must_prove_its_kv(
     digest = request.digest()
     assert len(found.arms["p-d"][digest]) == 2
     assert set(found.first(digest)) == {"aggregated", "p-d"}
-    floor = found.floor([digest])
+    floor = BaselineAnswers("e-p-d", (request,), found.arms, found.unproven).floor()
     if problem is None:
         assert found.unproven == {}
         assert floor.admitted == {digest}
