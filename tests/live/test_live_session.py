@@ -58,7 +58,7 @@ class Scene:
             seed=3,
             cells=cells,
             say=self.said.append,
-            on_floor=lambda topology, *_: self.floors.append(topology),
+            on_floor=lambda asked: self.floors.append(asked.topology),
             on_boot=self._booted,
             **options,
         )

@@ -130,6 +130,15 @@ def test_whole_profiles_are_conformant(tmp_path: Path) -> None:
         if "e-p-d" in name:
             assert proof["kvTokens"] == proof["kvTokensExpected"] > 0, name
             assert proof["decodeEncodes"] == 0, name
+    # Whoever has the folder can compute all of it again, and one changed token id shows.
+    code, stdout, stderr = finish(start("epd_conformance.cli", "verify", str(out)))
+    assert code == 0, f"{stdout}\n{stderr}"
+    path = out / "cells" / f"EPD-TOK-002_e-pd_{MODEL}_img1.json"
+    data = json.loads(path.read_text())
+    data["answers"][0]["ids"][-1] += 1
+    path.write_text(json.dumps(data))
+    code, stdout, stderr = finish(start("epd_conformance.cli", "verify", str(out)))
+    assert code == 1, f"{stdout}\n{stderr}"
 
 
 def fingerprint(out: Path) -> dict[str, Any]:

@@ -100,8 +100,21 @@ class FakeSession:
     def stage(self, topology: str) -> Any:
         act(script().get(f"stage {topology}", ""))
         folder = self.run_.out / "stacks" / topology
+        parsed = runs.Topology.parse(topology)
+        # Every cell names the journals and baselines of its stage as evidence, so they must be there.
+        for name in runs.Layout(parsed).paths(topology):
+            path = self.run_.out / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.touch() if path.suffix else path.mkdir(exist_ok=True)
         return SimpleNamespace(
-            stack=SimpleNamespace(servers=[], proxy=None, store=folder / "store", kv_store=folder / "kv")
+            topology=parsed,
+            stack=SimpleNamespace(
+                spec=SimpleNamespace(name=topology),
+                servers=[],
+                proxy=None,
+                store=folder / "store",
+                kv_store=folder / "kv",
+            ),
         )
 
     def run(self, cell: PlannedCell) -> CellEvidence:
