@@ -32,8 +32,8 @@ from epd_conformance.catalogue import Catalogue, ConformanceLevel, EnvironmentCl
 from epd_conformance.errors import StackError, UsageError
 from epd_conformance.live import http
 from epd_conformance.live.case import Case
+from epd_conformance.live.layout import Layout
 from epd_conformance.live.session import LiveSession, PlannedCell, write_evidence
-from epd_conformance.live.suites import Layout
 from epd_conformance.models import zoo
 from epd_conformance.oracle import judges
 from epd_conformance.oracle.baselines import BaselineAnswers

@@ -21,6 +21,7 @@ from epd_conformance.errors import StackError
 from epd_conformance.live import baseline, client, http
 from epd_conformance.live.baseline import Baselines
 from epd_conformance.live.case import Case, plan_of
+from epd_conformance.live.layout import Layout
 from epd_conformance.oracle.answers import Answer
 from epd_conformance.oracle.baselines import BaselineAnswers
 from epd_conformance.oracle.baselines import write as write_baseline
@@ -30,7 +31,7 @@ from epd_conformance.oracle.transport import Roles
 from epd_conformance.plans.plan import Plan, Request
 from epd_conformance.subject import Subject
 from epd_conformance.topology.spec import Role, Shape, Topology
-from epd_conformance.topology.stack import SERVED_NAME, Server, Site, Stack, StackSpec
+from epd_conformance.topology.stack import SERVED_NAME, Site, Stack, StackSpec
 from epd_conformance.verdict import Owner
 
 
@@ -150,22 +151,23 @@ class LiveSession:
         self._stage = None
 
     def _boot(self, topology: Topology) -> Stage:
+        layout = Layout(topology)
         shape = Shape(prefix_caching=not topology.has_kv)
         mine = [cell for cell in self.cells if cell.topology == topology.name]
         plans = {cell.id: plan_of(cell.case, self.seed, cell.id) for cell in mine}
         subject_spec = StackSpec(
-            topology.name if topology.kind != "aggregated" else "ec-both",
+            layout.stack,
             topology,
             shape,
             subject=self.subject,
             recorder=self.recorder,
             stages=self.proxy_stages,
         )
-        agg_spec = StackSpec(f"baseline-{topology.name}", Topology.parse("aggregated"), shape)
+        agg_spec = StackSpec(layout.baseline, Topology.parse("aggregated"), shape)
         baselines = Baselines()
         exact = {cell.id for cell in mine if cell.case.exact}
         if topology.has_kv:
-            pd_spec = StackSpec(f"baseline-p-d-{topology.name}", Topology.parse("p-d"), shape)
+            pd_spec = StackSpec(layout.pd_baseline, Topology.parse("p-d"), shape)
             aggregated, pd = self.site.boot(agg_spec, pd_spec)
             self.on_boot()
             plans = self._settle(plans, aggregated, shape.block_size)
@@ -359,18 +361,10 @@ def _post(url: str, **options: Any) -> tuple[int, dict[str, Any]]:
 
 
 def roles_of(stack: Stack) -> Roles:
-    """The journal names of a stack's servers by the part they play."""
-
-    def names(servers: Sequence[Server]) -> frozenset[str]:
-        return frozenset(server.name for server in servers)
-
-    single = names(stack.of(Role.AGGREGATED)) if stack.spec.subject is not None else frozenset()
-    return Roles(
-        encode=names(stack.of(Role.ENCODE)),
-        consumers=names(stack.of(Role.PREFILL, Role.PREFILL_DECODE)) | single,
-        decode=names(stack.of(Role.DECODE)),
-        both=single,
-    )
+    """The journal names of a stack's servers by the part they play; a single server without a connector plays none."""
+    if stack.spec.topology.kind == "aggregated" and stack.spec.subject is None:
+        return Roles()
+    return Layout(stack.spec.topology).roles
 
 
 def relevant(events: Sequence[Mapping[str, Any]], keys: set[str]) -> list[Mapping[str, Any]]:

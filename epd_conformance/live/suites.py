@@ -7,7 +7,6 @@ from the run's own evidence, which could name an easier judge or plan.
 from __future__ import annotations
 
 import importlib.util
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,14 +17,11 @@ from epd_conformance.catalogue import Catalogue, ExpectedCell
 from epd_conformance.features import Feature
 from epd_conformance.live import baseline
 from epd_conformance.live.case import MARK, Case, plan_of
+from epd_conformance.live.layout import Layout
 from epd_conformance.live.session import relevant
-from epd_conformance.oracle import baselines
-from epd_conformance.oracle.transport import Roles
 from epd_conformance.plans.plan import Plan, Request, lengthen
 from epd_conformance.report import schema
-from epd_conformance.topology.spec import Role, Topology, ec_role
-
-STACKS = "stacks"
+from epd_conformance.topology.spec import Topology
 
 
 @dataclass(frozen=True)
@@ -100,57 +96,6 @@ class Suite:
     def relevant(self, events: Sequence[Mapping[str, Any]], keys: set[str]) -> list[Mapping[str, Any]]:
         """The earlier journal lines that the evidence of a cell with these keys holds."""
         return relevant(events, keys)
-
-
-@dataclass(frozen=True)
-class Layout:
-    """The servers of a topology's stack and the folders of its raw evidence, relative to the run's."""
-
-    topology: Topology
-
-    @property
-    def stack(self) -> str:
-        """The name of the stack under test; one that was booted again after a death has a number behind it."""
-        return self.topology.name if self.topology.kind != "aggregated" else "ec-both"
-
-    @property
-    def pd_journal(self) -> str | None:
-        """The journal of the p-d baseline; None where the topology has none."""
-        return f"{STACKS}/baseline-p-d-{self.topology.name}/journal" if self.topology.has_kv else None
-
-    def is_journal(self, path: str) -> bool:
-        """Whether a path is the journal folder of a stack under test of this topology."""
-        return re.fullmatch(rf"{STACKS}/{re.escape(self.stack)}(-[0-9]+)?/journal", path) is not None
-
-    def paths(self, stack: str) -> tuple[str, ...]:
-        """What a cell that ran on this stack rests on, besides its own file: for its `artifacts`."""
-        found = (f"{STACKS}/{stack}/journal", f"{baselines.FOLDER}/{self.topology.name}.json", self.pd_journal)
-        return tuple(path for path in found if path is not None)
-
-    @property
-    def roles(self) -> Roles:
-        """The part that each server plays, by journal name."""
-        single = self._names(Role.AGGREGATED)
-        return Roles(
-            encode=self._names(Role.ENCODE),
-            consumers=self._names(Role.PREFILL, Role.PREFILL_DECODE) | single,
-            decode=self._names(Role.DECODE),
-            both=single,
-        )
-
-    @property
-    def connected(self) -> list[str]:
-        """The servers that are configured with the EC connector, in order."""
-        return [name for name, role in self.topology.servers() if role is Role.AGGREGATED or ec_role(role) is not None]
-
-    def first_stage(self, images: bool) -> str:
-        """The stage that a request meets first behind the proxy."""
-        if images and self.topology.has_ec:
-            return "encode"
-        return "prefill" if self.topology.has_kv else "decode"
-
-    def _names(self, *wanted: Role) -> frozenset[str]:
-        return frozenset(name for name, role in self.topology.servers() if role in wanted)
 
 
 def installed() -> Suite:

@@ -41,7 +41,8 @@ from epd_conformance.report.writer import (
 from epd_conformance.verdict import Mode, Outcome, Verdict
 
 if TYPE_CHECKING:
-    from epd_conformance.live.suites import Layout, Suite
+    from epd_conformance.live.layout import Layout
+    from epd_conformance.live.suites import Suite
 
 E = TypeVar("E", CellEvidence, BaselineAnswers)
 

@@ -20,8 +20,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "oracle"))
 from made_evidence import Story, digest_of, good_answer
 
 from epd_conformance.live.case import Case, plan_of
+from epd_conformance.live.layout import Layout
 from epd_conformance.live.session import relevant, write_evidence
-from epd_conformance.live.suites import Layout, Suite
+from epd_conformance.live.suites import Suite
 from epd_conformance.oracle import baselines, judges
 from epd_conformance.oracle.answers import Answer
 from epd_conformance.oracle.baselines import BaselineAnswers
