@@ -13,6 +13,8 @@ from epd_conformance.errors import UsageError
 NotVerifiedKind = Literal["planned", "feature", "environment", "optional-method"]
 
 _CELL_ID = re.compile(r"^(?P<requirement>EPD-[A-Z]+-\d{3})\[(?P<axes>[^\[\]/\x00-\x1f]+(?:/[^\[\]/\x00-\x1f]+)*)\]$")
+# Such as test_one_image[EPD-TOK-002[e-pd/tiny-qwen2.5-vl/img1]].
+_TEST_ID = re.compile(r"\[(?P<cell>EPD-[A-Z]+-\d{3}\[[^\[\]]+\])\]$")
 
 
 @dataclass(frozen=True)
@@ -95,3 +97,9 @@ def parse_cell_id(text: str) -> tuple[str, ...]:
     if not match:
         raise UsageError(f"{text} is no cell id: expected something like EPD-XFER-003[e-pd/qwen2.5-vl/img2]")
     return (match["requirement"], *match["axes"].split("/"))
+
+
+def cell_of_test(nodeid: str) -> str:
+    """The id of the cell that a test carries out: pytest's id of a test ends in it, in brackets. Empty where there is none."""
+    found = _TEST_ID.search(nodeid)
+    return found["cell"] if found else ""

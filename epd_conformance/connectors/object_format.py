@@ -20,7 +20,7 @@ import secrets
 import stat
 import sys
 import urllib.parse
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
@@ -214,8 +214,11 @@ def encode(tensor: torch.Tensor, header: Header) -> bytes:
     actual = (*tensor.shape, str(tensor.dtype).removeprefix("torch."))
     if described != actual:
         raise ObjectError(Reason.SHAPE, f"the header describes {described}, the tensor is {actual}")
-    from safetensors.torch import save
+    return pack(header, _payload(tensor))
 
+
+def pack(header: Header, payload: bytes | memoryview) -> bytes:
+    """The bytes of an object with this header and these rows (row-major, little-endian), which are not looked at."""
     metadata = {
         "format": FORMAT,
         # Percent-encoded UTF-8 is exact for every str (JSON would join a pair of lone surrogates to one
@@ -230,8 +233,26 @@ def encode(tensor: torch.Tensor, header: Header) -> bytes:
         "created": header.created,
     }
     metadata["header_checksum"] = _header_checksum(metadata)
-    data: bytes = save({TENSOR_NAME: tensor.detach().cpu().contiguous()}, metadata=metadata)
-    return data
+    document = {"__metadata__": metadata, TENSOR_NAME: _layout(header)}
+    text = json.dumps(document, separators=(",", ":")).encode("ascii")
+    # safetensors aligns the payload to eight bytes, with spaces behind the header.
+    text += b" " * (-len(text) % _LENGTH_BYTES)
+    return b"".join((len(text).to_bytes(_LENGTH_BYTES, "little"), text, payload))
+
+
+def repack(header: Header, payload: bytes) -> bytes:
+    """As `pack`, with the checksum of these rows."""
+    return pack(replace(header, checksum=_checksum(memoryview(payload))), payload)
+
+
+def unpack(data: bytes) -> tuple[Header, bytes]:
+    """Header and rows of an object, checked as in `decode`; needs no torch.
+
+    Raises:
+        ObjectError: as `decode`.
+    """
+    header, start = _checked(data)
+    return header, data[start:]
 
 
 def decode(data: bytes | bytearray) -> tuple[Header, torch.Tensor]:
@@ -246,6 +267,26 @@ def decode(data: bytes | bytearray) -> tuple[Header, torch.Tensor]:
         ObjectError: ``truncated``, ``malformed``, ``version`` or ``checksum``.
     """
     buffer = data if isinstance(data, bytearray) else bytearray(data)
+    header, start = _checked(buffer)
+
+    import torch
+
+    dtype = getattr(torch, header.dtype)
+    shape = (header.rows, header.width)
+    if header.rows * header.width == 0:  # torch.frombuffer refuses an empty range
+        return header, torch.empty(shape, dtype=dtype)
+    return header, torch.frombuffer(buffer, dtype=dtype, offset=start).view(shape)
+
+
+def _layout(header: Header) -> dict[str, Any]:
+    """What a safetensors header says of the tensor."""
+    name, element = DTYPES[header.dtype]
+    size = header.rows * header.width * element
+    return {"dtype": name, "shape": [header.rows, header.width], "data_offsets": [0, size]}
+
+
+def _checked(buffer: bytes | bytearray) -> tuple[Header, int]:
+    """Header of an object and where its rows begin, everything that it says about itself checked."""
     if len(buffer) < _LENGTH_BYTES:
         raise ObjectError(Reason.TRUNCATED, f"{len(buffer)} bytes are less than the length field of a header")
     start = _LENGTH_BYTES + int.from_bytes(buffer[:_LENGTH_BYTES], "little")
@@ -254,29 +295,17 @@ def decode(data: bytes | bytearray) -> tuple[Header, torch.Tensor]:
     entry, metadata = _parse_json(bytes(buffer[_LENGTH_BYTES:start]))
     header = _parse_metadata(metadata)
 
-    element = DTYPES[header.dtype][1]
-    size = header.rows * header.width * element
-    layout = {
-        "dtype": DTYPES[header.dtype][0],
-        "shape": [header.rows, header.width],
-        "data_offsets": [0, size],
-    }
+    layout = _layout(header)
     if entry != layout:
         raise ObjectError(Reason.MALFORMED, f"the tensor is {entry}, its metadata say {layout}")
+    size = layout["data_offsets"][1]
     if start + size > len(buffer):
         raise ObjectError(Reason.TRUNCATED, f"the payload ends at byte {start + size}, the object at {len(buffer)}")
     if start + size < len(buffer):
         raise ObjectError(Reason.MALFORMED, f"{len(buffer) - start - size} bytes follow the payload")
     if header.checksum != _checksum(memoryview(buffer)[start:]):
         raise ObjectError(Reason.CHECKSUM, f"the payload of {show_key(header.key)} is not what was written")
-
-    import torch
-
-    dtype = getattr(torch, header.dtype)
-    shape = (header.rows, header.width)
-    if size == 0:  # torch.frombuffer refuses an empty range
-        return header, torch.empty(shape, dtype=dtype)
-    return header, torch.frombuffer(buffer, dtype=dtype, offset=start).view(shape)
+    return header, start
 
 
 def verify(header: Header, tensor: torch.Tensor, expect: Expectation) -> None:

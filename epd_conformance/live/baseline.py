@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from epd_conformance.live import client
 from epd_conformance.oracle import transport
@@ -61,9 +61,10 @@ def settle_plan(plan: Plan, ask: Callable[[Request], Answer], block: int) -> Pla
     difference, and show nothing about the items.
     """
     counts = [_lengthenings(request, ask, block) for request in plan.requests]
-    return Plan(
-        tuple(lengthen(request, count) for request, count in zip(plan.requests, counts, strict=True)),
-        tuple(lengthen(contrast, counts[i % len(counts)]) for i, contrast in enumerate(plan.contrasts)),
+    return replace(
+        plan,
+        requests=tuple(lengthen(request, count) for request, count in zip(plan.requests, counts, strict=True)),
+        contrasts=tuple(lengthen(contrast, counts[i % len(counts)]) for i, contrast in enumerate(plan.contrasts)),
     )
 
 
@@ -83,7 +84,9 @@ def ask_aggregated(
     for _ in range(REPETITIONS):
         for request in requests:
             rid = uuid.uuid4().hex
-            answer = client.send(stack.base_url, request, rid, salt=f"aa-{rid}", overrides=NOT_STREAMED)
+            answer = client.send(
+                stack.base_url, request, rid, salt=f"aa-{rid}", overrides=NOT_STREAMED, model=stack.served_name
+            )
             answers.setdefault(request.digest(), []).append(answer)
             tick()
 
@@ -107,7 +110,9 @@ def ask_pd(
         for request in requests:
             mark = stack.journal.mark()
             rid = uuid.uuid4().hex
-            answer = client.send(stack.base_url, request, rid, salt=f"aa-{rid}", overrides=NOT_STREAMED)
+            answer = client.send(
+                stack.base_url, request, rid, salt=f"aa-{rid}", overrides=NOT_STREAMED, model=stack.served_name
+            )
             answers.setdefault(request.digest(), []).append(answer)
             proof = transport.kv_transfer(before, stack.journal.read(mark), rid, roles)
             if proof.problem is not None:

@@ -121,6 +121,11 @@ class Request:
         """The images in the order of the conversation."""
         return [part.spec for message in self.messages for part in message.parts if isinstance(part, Image)]
 
+    @property
+    def uuids(self) -> list[str | None]:
+        """The client's names for the images, in the order of the conversation."""
+        return [part.uuid for message in self.messages for part in message.parts if isinstance(part, Image)]
+
     def digest(self) -> str:
         """Identity of what is asked, without label, salt and stream: two requests with one digest must get one answer."""
         content = {
@@ -163,17 +168,20 @@ class Plan:
     """What one cell does. `requests` go to the stack, in order; `contrasts` only to the baseline.
 
     Each contrast is another content (or order) that the case must tell apart from the request of the same index modulo the
-    number of requests: where the baseline answers both alike, the case has no power.
+    number of requests: where the baseline answers both alike, the case has no power. `fault` is the kind of damage that is
+    done to the stored object of the victim's item, the third request's (`faults.store.FAULTS`).
     """
 
     requests: tuple[Request, ...]
     contrasts: tuple[Request, ...] = ()
+    fault: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         return {
             "schema": SCHEMA,
             "requests": [request.to_json() for request in self.requests],
             "contrasts": [request.to_json() for request in self.contrasts],
+            "fault": self.fault,
         }
 
     @classmethod
@@ -183,6 +191,7 @@ class Plan:
         return cls(
             tuple(Request.from_json(request) for request in data["requests"]),
             tuple(Request.from_json(request) for request in data["contrasts"]),
+            data["fault"],
         )
 
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from epd_conformance.oracle.answers import Answer
-from epd_conformance.oracle.judges import CellEvidence
+from epd_conformance.oracle.cell import CellEvidence
 from epd_conformance.oracle.transport import Roles
 from epd_conformance.plans.plan import Draw, Plan, Request, replace_images, swap_images
 from epd_conformance.verdict import Owner
@@ -29,6 +29,11 @@ def digest_of(text: str) -> str:
 
 def key_of(image: Any) -> str:
     return digest_of(json.dumps(image.to_json()))
+
+
+def item_key(image: Any, uuid: str | None) -> str:
+    """The engine's identifier of an item: the client's name for it, where there is one."""
+    return uuid or key_of(image)
 
 
 def good_answer(request: Request, label: str | None = None, rid: str = "0" * 32, **changes: Any) -> Answer:
@@ -89,14 +94,14 @@ class Story:
     def items(self, request: Request) -> list[dict[str, Any]]:
         return [
             {
-                "id": key_of(image),
+                "id": item_key(image, uuid),
                 "modality": "image",
                 "offset": FIRST + STRIDE * index,
                 "length": ROWS,
                 "embeds": ROWS,
                 "media": True,
             }
-            for index, image in enumerate(request.images)
+            for index, (image, uuid) in enumerate(zip(request.images, request.uuids, strict=True))
         ]
 
     def form(self, key: str) -> dict[str, Any]:
@@ -163,18 +168,63 @@ class Story:
         )
         self.write("decode-0", "kv-worker", "kv-injected", tokens=tokens)
 
-    def send(self, request: Request, *, primed: bool = True, direct: bool = False) -> None:
+    def send(
+        self, request: Request, *, primed: bool = True, direct: bool = False, by_hand: bool = False, lost: bool = False
+    ) -> None:
+        """`by_hand`: primed beforehand, and sent past the encode servers. `lost`: what was saved is not there any more."""
         rid = digest_of(f"{self.judge}/{len(self.answers)}")[:32]
+        if by_hand:
+            self.now += 0.1
+            self.prime(request, rid)
+            direct = not self.roles.decode
         started = self.now = self.now + 0.1
-        if primed and not direct:
+        if primed and not direct and not by_hand:
             self.prime(request, rid)
         leg = "" if direct else "-p" if self.roles.decode else "-d"
-        self.consume(request, rid, leg, primed)
+        self.consume(request, rid, leg, primed and not lost)
         if self.roles.decode:
             self.decode(request, rid)
         self.answers.append(
             good_answer(request, rid=rid, started=started, seconds=self.now - started, streamed=request.stream)
         )
+
+    def damaged(self) -> None:
+        """Send the four requests of a cell with a fault, which is done to the third one's object."""
+        first, twin, victim, fresh = self.plan.requests
+        self.send(first)
+        self.send(twin, by_hand=True)
+        self.send(victim, by_hand=True, lost=True)
+        sent = self.answers[-1].started
+        kind, (item,) = self.plan.fault, self.items(victim)
+        whole = {"sha256": digest_of("object"), "bytes": 6000}
+        after = {"sha256": None, "bytes": None} if kind == "deleted" else {"sha256": digest_of("damage"), "bytes": 3000}
+        receipt = {"kind": kind, "key": item["id"], "at": sent - 0.06, "before": whole, "after": after}
+        self.now += 0.01
+        self.facts["fault"] = {
+            "rehearsed": True,
+            "receipt": receipt,
+            "verified": True,
+            "injected_at": sent - 0.05,
+            "healed": True,
+            "healed_at": self.now,
+            "problem": "",
+        }
+        self.send(fresh)
+        self._go_on()
+
+    def confined(self) -> None:
+        """Send the three requests of a cell with hostile uuids; the store does not know where they lead."""
+        plain, baited, hostile = self.plan.requests
+        self.send(plain)
+        self.send(baited, primed=False, direct=not self.roles.decode)
+        self.send(hostile)
+        outside = {"stack/bait": "folder", "stack/bait/object": digest_of("bait")}
+        self.facts |= {"bait": ["bait/object"], "before": outside, "after": dict(outside)}
+        self._go_on()
+
+    def _go_on(self) -> None:
+        servers = sorted(self.roles.encode | self.roles.consumers | self.roles.decode)
+        self.facts |= {"health": dict.fromkeys(servers, 200), "busy": dict.fromkeys(servers, 0)}
 
     def evidence(self) -> CellEvidence:
         baseline = {}
@@ -208,6 +258,13 @@ def _plan(judge: str, images: int) -> Plan:
         return Plan((draw.request("twice", drawn[0], drawn[0]),))
     if judge == "constructed":
         return Plan(())
+    if judge in ("recomputed", "contained"):
+        four = tuple(draw.request(label, draw.image()) for label in ("first", "twin", "victim", "fresh"))
+        others = tuple(replace_images(request, [draw.image()], f"{request.label}, other") for request in four)
+        return Plan(four, others, "deleted" if judge == "recomputed" else "truncated")
+    if judge == "confined":
+        uuids = {"harmless": "harmless-1", "baited": "../outside-2", "hostile": "../outside-3"}
+        return Plan(tuple(draw.request(label, replace(draw.image(), uuid=uuid)) for label, uuid in uuids.items()))
     request = draw.request("images", *drawn)
     if judge == "warm":
         contrast = replace_images(request, [draw.image() for _ in drawn], "other")
@@ -245,6 +302,10 @@ def passing(judge: str, topology: str = "", *, images: int = 2, prompt: int = PR
         story.send(second, direct=True)
     elif judge == "miss":
         story.send(story.plan.requests[0], primed=False, direct=topology == "e-pd")
+    elif judge in ("recomputed", "contained"):
+        story.damaged()
+    elif judge == "confined":
+        story.confined()
     else:
         for request in story.plan.requests:
             story.send(request)
@@ -332,17 +393,31 @@ NOTICED: dict[str, tuple[str, ...]] = {
     "constructed": (),
     "encode-only": (),
     "both": ("id", "digest", "removed", "encode", "status"),
+    "recomputed": ("id", "digest", "removed", "encode", "status", "refused", "kv"),
+    "contained": ("id", "digest", "removed", "encode", "status", "refused", "kv"),
+    "confined": ("digest", "removed", "encode", "status", "refused"),
+}
+# By judge and request, what of this may be otherwise: nobody loads a victim's object, and it may be refused where that is
+# said; what becomes of a hostile uuid is not asked, only where.
+MAY: dict[str, dict[str, tuple[str, ...]]] = {
+    "recomputed": {"victim": ("digest", "encode")},
+    "contained": {"victim": ("digest", "encode", "refused")},
+    "confined": dict.fromkeys(("baited", "hostile"), ("digest", "removed", "encode", "status", "refused")),
 }
 
 
 def tampered(cell: CellEvidence) -> Iterator[tuple[str, CellEvidence]]:
     """Every single change of the kinds that the cell's judge must notice, named."""
-    kinds = NOTICED[cell.judge]
+
+    def noticed(kind: str, label: str | None) -> bool:
+        return kind in NOTICED[cell.judge] and kind not in MAY.get(cell.judge, {}).get(label or "", ())
+
     for index, answer in enumerate(cell.answers):
-        if "status" in kinds:
-            for status in (0, 429, 500):
+        for status in (0, 429, 500):
+            refused = "refused" if status and "refused" in NOTICED[cell.judge] else "status"
+            if noticed(refused, answer.label):
                 yield f"status of answer {index} is {status}", with_answer(cell, index, status=status, error="made")
-        if "id" in kinds:
+        if noticed("id", answer.label):
             for name in ("ids", "prompt_ids"):
                 ids = list(getattr(answer, name))
                 for place in {0, len(ids) // 2, len(ids) - 1}:
@@ -351,17 +426,18 @@ def tampered(cell: CellEvidence) -> Iterator[tuple[str, CellEvidence]]:
                 yield f"last of {name} of answer {index} missing", with_answer(cell, index, **{name: tuple(ids[:-1])})
     keys = {item["id"] for event in cell.during if event["ev"] == "request" for item in event["items"]}
     for position, event in enumerate(cell.during):
+        label = _label(cell, event)
         if event["ev"] in ("save", "load") and event["id"] in keys:
-            if "digest" in kinds:
+            if noticed("digest", label):
                 yield f"digest of the {event['ev']} at {position}", _at(cell, position, digest="0" * 64)
-            if "removed" in kinds:
+            if noticed("removed", label):
                 yield f"{event['ev']} at {position} removed", _drop(cell, position)
-        if event["ev"] in ("kv-take", "kv-injected") and "kv" in kinds and event["server"] in cell.roles.decode:
+        if event["ev"] in ("kv-take", "kv-injected") and noticed("kv", label) and event["server"] in cell.roles.decode:
             yield f"{event['ev']} at {position} halved", _at(cell, position, tokens=event["tokens"] // 2)
             yield f"{event['ev']} at {position} removed", _drop(cell, position)
         consumed = event["ev"] == "request" and event["server"] in cell.roles.consumers
         # The first request of `both` is there to be encoded.
-        if consumed and "encode" in kinds and (cell.judge != "both" or event["t"] >= cell.answers[1].started):
+        if consumed and noticed("encode", label) and (cell.judge != "both" or event["t"] >= cell.answers[1].started):
             step = {"ev": "step", "new": [], "encode": {"r": [event["items"][-1]["id"]]}, "allocated": [], "free": []}
             yield f"local encode behind {position}", _add(cell, position, {**step, "server": event["server"]})
             yield f"encode on another consumer behind {position}", _add(cell, position, {**step, "server": "prefill-9"})
@@ -369,9 +445,18 @@ def tampered(cell: CellEvidence) -> Iterator[tuple[str, CellEvidence]]:
                 f"encoded line behind {position}",
                 _add(cell, position, {"ev": "encoded", "server": event["server"], "id": event["items"][0]["id"]}),
             )
-        if event["ev"] == "kv-new" and "kv" in kinds and event["server"] in cell.roles.decode:
+        if event["ev"] == "kv-new" and noticed("kv", label) and event["server"] in cell.roles.decode:
             line = {"ev": "kv-encode", "server": event["server"], "encode": {event["req"]: [0]}}
             yield f"encode on decode behind {position}", _add(cell, position, line)
+
+
+def _label(cell: CellEvidence, event: Mapping[str, Any]) -> str | None:
+    """The request that a line belongs to, by its id or by its item."""
+    for request, answer in zip(cell.plan.requests, cell.answers, strict=True):
+        keys = [item_key(*pair) for pair in zip(request.images, request.uuids, strict=True)]
+        if answer.request_id in str(event.get("req", "")) or event.get("id") in keys:
+            return request.label
+    return None
 
 
 def _at(cell: CellEvidence, position: int, **changes: Any) -> CellEvidence:

@@ -25,10 +25,12 @@ from made_evidence import (
     with_events,
     without,
 )
+from spoilt_faults import SPOILT as SPOILT_FAULTS
 
 from epd_conformance.oracle import judges
 from epd_conformance.oracle.answers import NO_IDS
-from epd_conformance.oracle.judges import JUDGES, CellEvidence, Judgement, judge
+from epd_conformance.oracle.cell import CellEvidence, Judgement
+from epd_conformance.oracle.judges import JUDGES, judge
 from epd_conformance.plans.plan import Plan
 from epd_conformance.verdict import Owner, Verdict
 
@@ -321,7 +323,7 @@ def wrong_form(cell: CellEvidence) -> CellEvidence:
     return edited(cell, {"dtype": "bfloat16"}, **first_load(cell))
 
 
-ALL_EXACT = ("equality", "text-only", "warm", "miss", "both")
+ALL_EXACT = ("equality", "text-only", "warm", "miss", "both", "recomputed", "contained")
 
 # (judge, topology, what is spoilt, verdict, reason, rung, whom it points at besides the owner)
 NEGATIVE: list[tuple[str, str, Spoil, Verdict, str, str | None, Owner | None]] = [
@@ -587,11 +589,13 @@ NEGATIVE: list[tuple[str, str, Spoil, Verdict, str, str | None, Owner | None]] =
     ("both", "aggregated", held_after_the_reset, Verdict.INCONCLUSIVE, "not-loaded", None, None),
     ("both", "aggregated", lambda c: without(c, ev="load"), Verdict.INCONCLUSIVE, "not-loaded", None, None),
     *[(name, "", lambda c: with_answer(c, status=500), Verdict.FAIL, "request-failed", "status", None)
-      for name in JUDGES if name not in ("stage-error", "constructed", "encode-only")],
+      for name in JUDGES
+      if name not in ("stage-error", "constructed", "encode-only", "recomputed", "contained", "confined")],
     *[(name, "", contrast_alike, Verdict.INCONCLUSIVE, "no power", None, None) for name in ALL_EXACT],
     *[(name, "", contrast_failed, Verdict.ERROR, "no-contrast", None, None) for name in ALL_EXACT],
     *[(name, "", contrast_never_asked, Verdict.ERROR, "no-contrast", None, None) for name in ALL_EXACT],
     *[(name, "", not_one_contrast, Verdict.ERROR, "no-contrast", None, None) for name in ALL_EXACT],
+    *SPOILT_FAULTS,
 ]  # fmt: skip
 
 
@@ -619,9 +623,10 @@ def test_a_spoilt_story_is_named(
 
 
 def test_every_reason_has_a_control() -> None:
-    source = Path(judges.__file__).read_text(encoding="utf-8")
-    source += (Path(judges.__file__).parent / "transport.py").read_text(encoding="utf-8")
-    words = set(re.findall(r'(?:reason=|_inconclusive\(\s*)"([a-z -]+)"', source))
+    folder = Path(judges.__file__).parent
+    names = ("judges.py", "fault_judges.py", "rungs.py", "transport.py")
+    source = "".join((folder / name).read_text(encoding="utf-8") for name in names)
+    words = set(re.findall(r'(?:reason=|inconclusive\(\s*)"([a-z -]+)"', source))
     words |= set(re.findall(r'"([a-z]+(?:-[a-z]+)+): ', source))
     shown = {reason for *_, reason, _, _ in NEGATIVE}
     # Conditional expressions and a detail of the transport's own tests.

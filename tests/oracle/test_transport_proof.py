@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from made_evidence import edited, inserted, key_of, passing, without
 
-from epd_conformance.oracle.judges import CellEvidence
+from epd_conformance.oracle.cell import CellEvidence
 from epd_conformance.oracle.transport import KVTransfer, Roles, Transport, in_force, kv_expected, kv_servable, leg_of
 
 CONSUMER = "prefill_decode-0"

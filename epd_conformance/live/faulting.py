@@ -1,0 +1,335 @@
+"""Carries out the cells with a fault: prime, damage the stored object, ask the consumer, heal, ask once more.
+
+The victim is primed by hand and then sent past the encode servers, so that the damage lies between its encode and its prefill,
+always and not by luck. Its twin goes the same way. Decides nothing: what happened goes into the cell's facts, for the judges in
+`oracle.fault_judges`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import re
+import shutil
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import requests
+
+from epd_conformance.errors import StackError
+from epd_conformance.faults.fault import Fault, Receipt, Target
+from epd_conformance.faults.store import FAULTS
+from epd_conformance.live import http
+from epd_conformance.plans.plan import Request
+from epd_conformance.probe import StoreProbe
+from epd_conformance.proxy.media import extract_items, primer_body
+from epd_conformance.topology import claims
+from epd_conformance.topology.spec import Role
+from epd_conformance.topology.stack import Stack
+
+if TYPE_CHECKING:
+    from epd_conformance.live.session import Runner
+
+# A producer may publish behind the answer to its primer, and a store behind a daemon show a write a little later. Long enough
+# for a busy machine, and only where it never comes does anybody wait so long.
+PUBLISHED_S = 5.0
+# A server counts a request as running until the step after its last token; vLLM's workers spin up to a second a step on CPU.
+IDLE_S = 5.0
+# A connector may write behind the answer, also where it must not. The files of one item are written in milliseconds.
+WRITTEN_S = 0.5
+# Where a uuid that is an absolute path points to, with a number behind it. Fixed, so that a plan is the same on every machine.
+OUTSIDE = "/tmp/epd-conformance-outside-"
+_OUTSIDE_NAME = re.compile(r"epd-conformance-outside-[0-9a-f]{1,32}")
+
+
+@dataclass(frozen=True)
+class _Means:
+    """What a fault is done with."""
+
+    probe: StoreProbe
+    fault: Fault
+
+
+def damaged(runner: Runner) -> None:
+    """Send first, twin, victim and fresh request of a plan, with the plan's fault done to the victim's object."""
+    first, twin, victim, fresh = runner.plan.requests
+    stack = runner.stack
+    outcome: dict[str, Any] = {
+        "rehearsed": False,
+        "receipt": None,
+        "verified": False,
+        "injected_at": None,
+        "healed": False,
+        "healed_at": None,
+        "problem": "",
+    }
+    runner.facts["fault"] = outcome
+    means = None
+    with _noting(outcome):
+        means = _means(runner)
+    runner.send(stack.base_url, first)
+    donor = _key(runner, runner.answers[0].request_id)
+
+    rid = uuid.uuid4().hex
+    key = _primed(runner, twin, rid, outcome)
+    if means is not None and key is not None:
+        with _noting(outcome):
+            _await_object(means.probe, key)
+            means.fault.rehearse(means.probe, key)
+            _await_object(means.probe, key)
+            outcome["rehearsed"] = True
+    runner.send(runner.stage.bypass, twin, rid=rid)
+
+    rid = uuid.uuid4().hex
+    key = _primed(runner, victim, rid, outcome)
+    with _done_to(means, key, donor, outcome):
+        runner.send(runner.stage.bypass, victim, rid=rid)
+        # Before it is healed: whoever has to live must do so with the damage still there.
+        runner.facts["health"] = _health(stack)
+    runner.send(stack.base_url, fresh)
+    runner.facts["busy"] = _busy(stack)
+
+
+@contextlib.contextmanager
+def _noting(outcome: dict[str, Any]) -> Iterator[None]:
+    """Around what a subject's own code does, which may raise anything; the first problem is the one that is told."""
+    try:
+        yield
+    except Exception as error:
+        outcome["problem"] = outcome["problem"] or f"{type(error).__name__}: {error}"[:2000]
+
+
+def _means(runner: Runner) -> _Means:
+    kind = runner.plan.fault
+    assert kind is not None, "a plan of this judge names its fault"
+    info = runner.stack.info
+    if info is None or runner.session.subject is None:
+        raise StackError("the harness did not start these servers and does not know their store")
+    probe = runner.session.subject.probe(info)
+    if probe is None:
+        raise StackError("the subject gives no probe, so nothing in its store can be damaged")
+    return _Means(probe, {**FAULTS, **runner.session.subject.faults(info)}[kind])
+
+
+@contextlib.contextmanager
+def _done_to(means: _Means | None, key: str | None, donor: str | None, outcome: dict[str, Any]) -> Iterator[None]:
+    """Do the fault to an object, and heal it at the end; what became of it goes into `outcome`."""
+    receipt: Receipt | None = None
+    if means is None or key is None or donor is None:
+        yield
+        return
+    target = Target(means.probe, key, donor)
+    with _noting(outcome):
+        _await_object(means.probe, key)
+        receipt = means.fault.inject(target)
+        outcome["receipt"] = receipt.to_json()
+        done = receipt
+        outcome["verified"] = _soon(lambda: means.fault.verify(target, done))
+        # By the harness's own clock: a receipt may be the subject's.
+        outcome["injected_at"] = time.time()
+    try:
+        yield
+    finally:
+        if receipt is not None:
+            undone = receipt
+            outcome["healed_at"] = time.time()
+            with _noting(outcome):
+                means.fault.heal(target, undone)
+                outcome["healed"] = _soon(lambda: means.probe.read(undone.key) == undone.before)
+
+
+def _soon(holds: Callable[[], bool]) -> bool:
+    """Whether something holds within the time that a store may need."""
+    deadline = time.monotonic() + PUBLISHED_S
+    while not holds():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def _await_object(probe: StoreProbe, key: str) -> None:
+    if not _soon(lambda: probe.read(key) is not None):
+        raise StackError(f"the store has no object under {key}, {PUBLISHED_S:g} s after it was written")
+
+
+def _primed(runner: Runner, request: Request, rid: str, outcome: dict[str, Any]) -> str | None:
+    """Have an encode server save the request's item, as the proxy does; the key under which it did."""
+    status = _prime(runner.stack, request, rid, runner.salt(request, rid))
+    key = _key(runner, f"{rid}-e0")
+    with _noting(outcome):
+        if status != 200:
+            raise StackError(f"the primer of {request.label!r} was answered with {status}")
+        if key is None:
+            raise StackError("no encode server's journal shows under which key it saved the item")
+    return key
+
+
+def _prime(stack: Stack, request: Request, rid: str, salt: str | None) -> int:
+    """Send an encode server the request's first item; returns the status, 0 where no answer came."""
+    encode = stack.of(Role.ENCODE)
+    if not encode:
+        return 0
+    body = request.body(stack.served_name, salt)
+    primer = primer_body(body, extract_items(body)[0])
+    try:
+        # The id of the leg that the proxy would have sent.
+        headers = {"X-Request-Id": f"{rid}-e0"}
+        return http.post(f"{encode[0].url}/v1/chat/completions", json=primer, headers=headers, timeout=60).status_code
+    except requests.RequestException:
+        return 0
+
+
+def _key(runner: Runner, rid: str) -> str | None:
+    """The key of the first item that an encode server saw under a request id."""
+    for event in runner.journal():
+        if (
+            event["ev"] == "request"
+            and event["server"] in runner.roles.encode
+            and rid in event["req"]
+            and event["items"]
+        ):
+            return str(event["items"][0]["id"])
+    return None
+
+
+def _health(stack: Stack) -> dict[str, int]:
+    """The status of `/health` of every server; 0 where none comes."""
+    return {server.name: _status(f"{server.url}/health") for server in stack.servers}
+
+
+def _busy(stack: Stack) -> dict[str, int]:
+    """How many requests every server works on, without the servers that do not say."""
+    counts = {server.name: _working_on(server.url) for server in stack.servers}
+    return {name: count for name, count in counts.items() if count is not None}
+
+
+def _status(url: str) -> int:
+    try:
+        return http.get(url, timeout=10).status_code
+    except requests.RequestException:
+        return 0
+
+
+def _working_on(url: str) -> int | None:
+    """How many requests a server runs or holds back by its own metrics, after a moment in which it may become idle."""
+    deadline = time.monotonic() + IDLE_S
+    while True:
+        try:
+            text = http.get(f"{url}/metrics", timeout=10).text
+        except requests.RequestException:
+            return None
+        counts = [
+            float(line.rsplit(" ", 1)[1])
+            for line in text.splitlines()
+            if line.startswith(("vllm:num_requests_running{", "vllm:num_requests_waiting{"))
+        ]
+        if not counts:
+            return None
+        if not any(counts) or time.monotonic() > deadline:
+            return int(sum(counts))
+        time.sleep(0.1)
+
+
+# -- uuids that would leave the store ----------------------------------------------------------------------------------
+
+
+def confined(runner: Runner) -> None:
+    """Send a harmless uuid, a hostile one at whose place a bait lies, and another hostile one over the whole path."""
+    plain, baited, hostile = runner.plan.requests
+    stack = runner.stack
+    with _alone():
+        runner.send(stack.base_url, plain)
+        places = [_place(stack, str(uuid_)) for request in (baited, hostile) for uuid_ in request.uuids]
+        try:
+            bait = _lay_bait(stack, str(plain.uuids[0]), str(baited.uuids[0]), places[0])
+            before = _outside(stack, places)
+            runner.send(runner.stage.bypass, baited)
+            runner.send(stack.base_url, hostile)
+            runner.facts |= {"health": _health(stack), "busy": _busy(stack)}
+            time.sleep(WRITTEN_S)
+            runner.facts |= {"bait": bait, "before": before, "after": _outside(stack, places)}
+        finally:
+            for path in _at(stack, places):
+                if path.is_dir() and not path.is_symlink():
+                    shutil.rmtree(path, ignore_errors=True)
+                else:
+                    path.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _alone() -> Iterator[None]:
+    """One run at a time: the same cell of another run lays its bait at the same place, and would look like a server's work."""
+    with (claims.folder() / "outside-turn").open("a") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+
+
+def _place(stack: Stack, hostile: str) -> Path:
+    """Where a hostile uuid leads if it is joined to the store's path. Raises ValueError for a uuid of another form.
+
+    What lies there is removed in the end, so nobody's plan may choose it freely.
+    """
+    steps, _, name = hostile.rpartition("/")
+    if steps not in ("..", "/tmp", "../" * 40 + "tmp") or not _OUTSIDE_NAME.fullmatch(name):
+        raise ValueError(f"no uuid of this cell: {hostile[:200]!r}")
+    return (stack.folder if steps == ".." else Path("/tmp")) / name
+
+
+def _at(stack: Stack, places: Iterable[Path]) -> list[Path]:
+    """What has a hostile uuid's name, also with something behind it, where it leads and in all folders above the store."""
+    found: set[Path] = set()
+    for place in places:
+        for folder in {place.parent, *stack.store.parents}:
+            with contextlib.suppress(OSError):  # a folder that may not be listed
+                found.update(folder.glob(f"{place.name}*"))
+    return sorted(found)
+
+
+def _lay_bait(stack: Stack, plain: str, hostile: str, place: Path) -> list[str]:
+    """Copy what the store keeps under a harmless uuid to where the same path leads with a hostile one; the paths made.
+
+    Only a store that names its files by the uuid leaves a pattern to copy by; one that does not cannot be led astray by it.
+    """
+    made = []
+    for path in sorted(stack.store.rglob("*")):
+        parts = path.relative_to(stack.store).parts
+        position = next((index for index, part in enumerate(parts) if plain in part), None)
+        if position is None or not path.is_file():
+            continue
+        # As a connector would make it of the uuid.
+        named = os.path.join(stack.store.joinpath(*parts[:position]), parts[position].replace(plain, hostile))  # noqa: PTH118
+        copy = Path(os.path.normpath(named)).joinpath(*parts[position + 1 :])
+        if not str(copy).startswith(str(place)):
+            continue
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, copy)
+        made.append(str(copy.relative_to(place.parent)))
+    return made
+
+
+def _outside(stack: Stack, places: Iterable[Path]) -> dict[str, str]:
+    """What lies outside the store, of all that a hostile uuid may lead to: relative path to digest (`folder` for one)."""
+    found: dict[str, str] = {}
+    own = {stack.store, stack.kv_store, stack.folder / "journal"}
+    roots = {path: f"stack/{path.name}" for path in stack.folder.iterdir() if path not in own}
+    for root in _at(stack, places):
+        roots.setdefault(root, f"outside{root.parent}/{root.name}")
+    for root, name in roots.items():
+        for path in [root, *root.rglob("*")]:
+            below = path.relative_to(root).as_posix()
+            found[name if below == "." else f"{name}/{below}"] = _content(path)
+    return found
+
+
+def _content(path: Path) -> str:
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "folder"
+    except OSError as error:
+        return type(error).__name__

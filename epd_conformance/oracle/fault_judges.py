@@ -1,0 +1,336 @@
+"""The judges of cells with a fault: what the victim may answer, whether it met the fault, and whether the stack went on.
+
+Rule 7 of a fair comparison. A cell sends four requests: a *first* one over the whole path; the *twin*, which goes the victim's
+way, whose object goes through the probe as well, undamaged, and which must load; the *victim*, whose stored object is damaged
+between its encode and its prefill; and a *fresh* one over the whole path, afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from epd_conformance.oracle.cell import CellEvidence, Judgement
+from epd_conformance.oracle.rungs import (
+    bad_status,
+    comparable,
+    counted,
+    first_of,
+    inconclusive,
+    no_power,
+    passed,
+    unproven,
+    wrong_digest,
+    wrong_tokens,
+)
+from epd_conformance.oracle.transport import KVTransfer, Transport, leg_of
+from epd_conformance.report.schema import Evidence, FaultRecord
+from epd_conformance.verdict import Verdict
+
+FIRST, TWIN, VICTIM, FRESH = range(4)
+# Primed by hand, and sent later than their primers.
+PRIMED = (TWIN, VICTIM)
+
+
+def recomputed(cell: CellEvidence) -> Judgement:
+    """The victim is encoded by the consumer and answered as the baseline does: its media are at hand."""
+    return _damaged(cell, may_fail=False)
+
+
+def contained(cell: CellEvidence) -> Judgement:
+    """The victim is encoded by the consumer and answered as the baseline does, or fails alone."""
+    return _damaged(cell, may_fail=True)
+
+
+def _damaged(cell: CellEvidence, may_fail: bool) -> Judgement:
+    """`facts`: `fault` (see `_unproven_fault`), and what `went_on` needs."""
+    proofs = [cell.transport(index) for index in range(4)]
+    kvs = [cell.kv(index) for index in range(4)]
+    victim = proofs[VICTIM]
+    status = cell.answers[VICTIM].status
+    answered = status == 200
+    # To fail is to be told so: a client that waits for ever, or whose connection breaks, has no answer.
+    wrong = None
+    if not (may_fail and status >= 400):
+        wrong = (
+            bad_status(cell, VICTIM)
+            or comparable(cell, VICTIM)
+            or wrong_tokens(cell, VICTIM, victim.digests_equal, None)
+        )
+    twin, nothing_done = _twin(cell, proofs), _unproven_fault(cell)
+    found = _worst(
+        _taken(cell, victim),
+        wrong,
+        went_on(cell),
+        twin,
+        nothing_done,
+        # It says something about the fault only if there was one, and the path was whole before.
+        _not_recovered(cell, proofs[FRESH]) if twin is None and nothing_done is None else None,
+        _not_met(cell, victim),
+        unproven([], kvs[VICTIM : VICTIM + 1]) if answered else None,
+        no_power(cell),
+    )
+    expected = "the victim is encoded locally and gets the baseline's ids" + (", or fails alone" if may_fail else "")
+    observed = "encoded locally, equal ids" if answered else f"status {status} for that request"
+    verdict = found or passed(expected, f"{observed}; a fresh item crossed")
+    return replace(verdict, evidence=_counted(cell, proofs, kvs))
+
+
+def _worst(*steps: Judgement | None) -> Judgement | None:
+    """The first failure, else the first that keeps the cell from a pass: what is proven wrong stands, whatever is open."""
+    found = [step for step in steps if step is not None]
+    return first_of(*(step for step in found if step.verdict is Verdict.FAIL), *found)
+
+
+def _counted(cell: CellEvidence, proofs: Sequence[Transport], kvs: Sequence[KVTransfer | None]) -> Evidence:
+    """Counts over all requests; what was primed by hand was saved before its request was sent."""
+    keys = {item.key for proof in proofs for item in proof.items}
+    saves = [
+        event
+        for event in cell.during
+        if event["ev"] == "save" and event["server"] in cell.roles.encode and event["id"] in keys
+    ]
+    return counted(proofs, kvs).model_copy(update={"saves": len(saves)})
+
+
+def _taken(cell: CellEvidence, victim: Transport) -> Judgement | None:
+    """The victim's consumer loaded the damaged object; with what its client got, since that is what somebody will see."""
+    found = wrong_digest(cell, [victim])
+    if found is None:
+        return None
+    answer = cell.answers[VICTIM]
+    ids = {base.ids for base in cell.baseline.get(cell.plan.requests[VICTIM].digest(), {}).values()}
+    got = f"status {answer.status}"
+    if answer.status == 200:
+        got += " and the right token ids, by luck" if answer.ids in ids else " and wrong token ids, without a word"
+    return replace(found, observed=f"{found.observed}; the client got {got}")
+
+
+def _crossed(cell: CellEvidence, index: int, proof: Transport) -> Judgement | None:
+    """What keeps a request from being one that crossed the path and was answered rightly."""
+    return first_of(
+        bad_status(cell, index),
+        wrong_digest(cell, [proof]),
+        comparable(cell, index) or wrong_tokens(cell, index, proof.digests_equal, proof.order_kept),
+        # Its content is the cell's own, so what is held was loaded in this cell, before the request was scheduled.
+        unproven([proof], [cell.kv(index)]),
+    )
+
+
+def _twin(cell: CellEvidence, proofs: Sequence[Transport]) -> Judgement | None:
+    """What the victim met can be told only if the same without the fault goes well, over the whole path and the victim's."""
+    for index in (FIRST, TWIN):
+        bad = _crossed(cell, index, proofs[index])
+        if bad is not None:
+            expected = f"request {cell.answers[index].label!r}, without a fault, is loaded: {bad.expected}"
+            return inconclusive(f"twin: {bad.reason}", expected, bad.observed)
+    return None
+
+
+def _not_recovered(cell: CellEvidence, fresh: Transport) -> Judgement | None:
+    """The first item crossed, so a fresh one must cross as well, once the fault is over."""
+    bad = _crossed(cell, FRESH, fresh)
+    if bad is None:
+        return None
+    missed = bad.reason == "local-encode" and bool(fresh.primed)
+    if bad.verdict is not Verdict.FAIL and not missed:
+        return inconclusive(f"fresh: {bad.reason}", bad.expected, bad.observed)
+    return Judgement(
+        Verdict.FAIL,
+        reason="not-recovered",
+        rung="counters" if missed else "liveness",
+        expected="after the fault a fresh item crosses as the first did before it",
+        observed=f"{bad.reason}: {bad.observed}",
+        blame=bad.blame,
+    )
+
+
+def _unproven_fault(cell: CellEvidence) -> Judgement | None:
+    """`facts["fault"]`: `rehearsed` (the twin's object went through the probe), `receipt` (see `Receipt.to_json`), `verified`
+    and `healed` (the store showed it), `injected_at` and `healed_at` (seconds since the epoch), and the first `problem`."""
+    fault = cell.facts["fault"]
+    wrong = _not_done(cell, fault) or (None if fault["healed"] else "the store could not be put back as it was")
+    if wrong is None:
+        return None
+    return Judgement(
+        Verdict.ERROR,
+        reason="fault-not-proven",
+        expected=f"the fault {cell.plan.fault!r} provably happens, and is healed afterwards",
+        observed=f"{wrong}: {fault['problem']}" if fault["problem"] else wrong,
+        causes=("the subject's probe does not reach the store that its connector uses",),
+    )
+
+
+def _not_done(cell: CellEvidence, fault: Mapping[str, Any]) -> str | None:
+    """Why the plan's fault was not provably done to the victim's object between its encode and its prefill."""
+    receipt = fault["receipt"]
+    if not fault["rehearsed"]:
+        return "the twin's object did not go through the probe"
+    if receipt is None:
+        return "it was not injected"
+    if not fault["verified"] or receipt["before"] == receipt["after"]:
+        return "it was injected, and the store does not show it"
+    if receipt["kind"] != cell.plan.fault:
+        return f"the receipt is of another fault, {receipt['kind']!r}"
+    victim = cell.answers[VICTIM]
+    encode = [event for event in cell.during if event["server"] in cell.roles.encode]
+    primed = {
+        item["id"]
+        for event in encode
+        if event["ev"] == "request" and leg_of(event["req"], victim.request_id) == "e0"
+        for item in event["items"]
+    }
+    if receipt["key"] not in primed:
+        return f"the receipt is for {receipt['key']}, which no encode server saw as the victim's item"
+    saved = min(
+        (event["t"] for event in encode if event["ev"] == "save" and event["id"] == receipt["key"]), default=None
+    )
+    if saved is None or not saved <= fault["injected_at"] <= victim.started <= fault["healed_at"]:
+        return "it was not in force between the victim's encode and its answer"
+    return None
+
+
+def met(cell: CellEvidence) -> bool:
+    """Whether the victim met the fault: first and twin loaded what was saved, the victim did not."""
+    return _twin(cell, [cell.transport(index) for index in range(4)]) is None and _met(cell, cell.transport(VICTIM))
+
+
+def _met(cell: CellEvidence, victim: Transport) -> bool:
+    """Whether the consumer came to the damaged object, and did not use it as if it were whole."""
+    key = (cell.facts["fault"]["receipt"] or {}).get("key")
+    unused = ("encoded",) if cell.answers[VICTIM].status == 200 else ("encoded", "nothing")
+    return any(item.digest_wrong or item.how in unused for item in victim.items if item.key == key)
+
+
+def _not_met(cell: CellEvidence, victim: Transport) -> Judgement | None:
+    if _met(cell, victim):
+        return None
+    how = ", ".join(item.how for item in victim.items) or "the consumer never saw the item"
+    return inconclusive(
+        "fault-not-met",
+        "the consumer's look-up, load or answer differs from the twin's",
+        f"{how}: the damaged object is not what the connector reads",
+    )
+
+
+def fault_record(cell: CellEvidence) -> FaultRecord | None:
+    """How often the cell's fault was injected, provably happened, and was met; None for a cell without one."""
+    if cell.plan.fault is None:
+        return None
+    whole = len(cell.answers) > FRESH
+    fault: Mapping[str, Any] = cell.facts.get("fault") or {}
+    injected = fault.get("receipt") is not None
+    verified = injected and whole and _not_done(cell, fault) is None
+    return FaultRecord(
+        kind=cell.plan.fault,
+        injected=int(injected),
+        verified=int(verified),
+        met_by_victim=int(verified and met(cell)),
+    )
+
+
+def went_on(cell: CellEvidence) -> Judgement | None:
+    """Every server answers afterwards, and none still works for a request that is over.
+
+    `facts`: `health` and `busy`, by server: the status of `/health`, and how many requests are running or waiting.
+    """
+    servers = cell.roles.encode | cell.roles.consumers | cell.roles.decode
+    health, busy = cell.facts["health"], cell.facts["busy"]
+    sick = {name: health.get(name) for name in sorted(servers) if health.get(name) != 200}
+    if sick:
+        return Judgement(
+            Verdict.FAIL,
+            reason="not-healthy",
+            rung="liveness",
+            expected="every server answers /health with 200 afterwards",
+            observed=str(sick),
+        )
+    left = {name: busy.get(name) for name in sorted(servers) if busy.get(name) != 0}
+    if any(left.values()):
+        return Judgement(
+            Verdict.FAIL,
+            reason="request-left",
+            rung="residue",
+            expected="no request is running or waiting once all have been answered",
+            observed=str(left),
+        )
+    if left:
+        return inconclusive("not-counted", "every server says how many requests it works on", str(left))
+    return None
+
+
+PLAIN, BAITED, HOSTILE = 0, 1, 2
+
+
+def confined(cell: CellEvidence) -> Judgement:
+    """Nothing outside the store is read or written for a hostile uuid.
+
+    Requests: one with a harmless uuid, which must load; one with a hostile uuid at whose place outside the store a copy of
+    that object lies as bait, past the encode servers; one with another hostile uuid over the whole path. `facts`: `before` and
+    `after` (what lies outside, path to digest, before the hostile requests and after them), `bait` (paths of the bait), and
+    what `went_on` needs.
+    """
+    proofs = [cell.transport(index) for index in (PLAIN, BAITED, HOSTILE)]
+    before, after, bait = cell.facts["before"], cell.facts["after"], cell.facts["bait"]
+    changed = sorted(path for path in {*before, *after} if before.get(path) != after.get(path))
+    wrote = None
+    if changed:
+        wrote = Judgement(
+            Verdict.FAIL,
+            reason="wrote-outside",
+            rung="store",
+            expected="nothing outside the connector's store is made, changed or removed",
+            observed=", ".join(changed[:6]),
+            causes=("the uuid is joined to a path as the client wrote it",),
+        )
+    uuids = [cell.plan.requests[index].uuids[0] for index in (BAITED, HOSTILE)]
+    lines, invented = cell.events(BAITED)[1], None
+    found_outside = [
+        event
+        for event in lines
+        if event["ev"] in ("lookup", "load") and event.get("id") == uuids[0] and event.get("found", True)
+    ]
+    if found_outside:
+        event = found_outside[0]
+        invented = Judgement(
+            Verdict.FAIL,
+            reason="read-outside",
+            rung="store",
+            expected="what nobody saved is not found, also where a file of that name lies outside the store",
+            observed=f"{event['server']}: {event['ev']} of {uuids[0]}",
+            causes=("the uuid is joined to a path as the client wrote it",),
+        )
+    reached = {item["id"] for event in cell.during if event["ev"] == "request" for item in event["items"]}
+    unseen = None
+    for position, index in enumerate((BAITED, HOSTILE)):
+        # A server may refuse such a uuid before anything looks at the item.
+        if uuids[position] not in reached and not 400 <= cell.answers[index].status < 500:
+            unseen = inconclusive(
+                "not-reached",
+                "the connector is asked for the item under its uuid",
+                f"nobody asked for {uuids[position]}",
+            )
+    plain = _path_of(cell, proofs[PLAIN])
+    # A file store that does not name its files by the uuid leaves no pattern to make a bait after; nothing to read, then.
+    found = _worst(wrote, invented, went_on(cell), plain, unseen)
+    statuses = [cell.answers[index].status for index in (BAITED, HOSTILE)]
+    verdict = found or passed(
+        "nothing outside the store is read or written",
+        f"nothing was; statuses {statuses}, {len(bait)} files of bait left alone",
+    )
+    return replace(verdict, evidence=counted(proofs, []))
+
+
+def _path_of(cell: CellEvidence, proof: Transport) -> Judgement | None:
+    """Whether the harmless request went through the connector: else nothing was tested."""
+    if cell.answers[PLAIN].status != 200:
+        return inconclusive(
+            "twin: request-failed",
+            "an item with a harmless uuid is answered",
+            f"status {cell.answers[PLAIN].status}: {cell.answers[PLAIN].error or cell.answers[PLAIN].body or ''}"[:500],
+        )
+    problem = unproven([proof], []) or wrong_digest(cell, [proof])
+    if problem is not None:
+        return inconclusive(f"twin: {problem.reason}", "an item with a harmless uuid is loaded", problem.observed)
+    return None

@@ -1,0 +1,76 @@
+"""Areas ERR, INTEG, SEC: what servers answer when a stored object is gone, torn or wrong, and when a name is hostile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from epd_conformance.live.case import Case, requirement
+from epd_conformance.live.faulting import OUTSIDE
+from epd_conformance.plans.plan import Draw, Plan, Request, replace_images
+from epd_conformance.pytest_plugin import CellUnderTest
+
+
+def damaged(fault: str) -> Callable[[Draw], Plan]:
+    """A first item, a twin that nothing happens to, the victim, and a fresh item afterwards: each one image of one size."""
+
+    def build(draw: Draw) -> Plan:
+        requests = tuple(draw.request(label, draw.image()) for label in ("first", "twin", "victim", "fresh"))
+        # The victim's contrast has the first image: that is what it would show if the first object took its place.
+        others = [draw.image().spec, draw.image().spec, requests[0].images[0], draw.image().spec]
+        contrasts = tuple(
+            replace_images(request, [replace(draw.image(), spec=spec)], f"{request.label}, other content")
+            for request, spec in zip(requests, others, strict=True)
+        )
+        return Plan(requests, contrasts, fault)
+
+    return build
+
+
+def hostile(prefix: str) -> Callable[[Draw], Plan]:
+    """A harmless uuid, then two that lead out of the store: one to a bait, one over the whole path."""
+
+    def build(draw: Draw) -> Plan:
+        def request(label: str, uuid: str) -> Request:
+            return draw.request(label, replace(draw.image(), uuid=uuid))
+
+        return Plan(
+            (
+                request("harmless", f"epd-conformance-{draw.number():012x}"),
+                request("baited", f"{prefix}{draw.number():012x}"),
+                request("hostile", f"{prefix}{draw.number():012x}"),
+            )
+        )
+
+    return build
+
+
+@requirement("EPD-ERR-001", Case("deleted", "recomputed", damaged("deleted")))
+def test_a_deleted_object_is_encoded_again(cell: CellUnderTest) -> None:
+    cell.check()
+
+
+@requirement("EPD-INTEG-001", Case("truncated", "contained", damaged("truncated")))
+def test_a_truncated_object_harms_nobody_else(cell: CellUnderTest) -> None:
+    cell.check()
+
+
+@requirement("EPD-INTEG-002", Case("replaced", "contained", damaged("replaced")))
+def test_another_items_object_is_not_taken(cell: CellUnderTest) -> None:
+    cell.check()
+
+
+@requirement("EPD-INTEG-003", Case("one-row", "contained", damaged("one-row")))
+def test_one_row_is_not_spread_over_all(cell: CellUnderTest) -> None:
+    cell.check()
+
+
+@requirement(
+    "EPD-SEC-001",
+    Case("parent", "confined", hostile("../epd-conformance-outside-"), exact=False),
+    Case("absolute", "confined", hostile(OUTSIDE), exact=False),
+    # More steps up than any store is deep.
+    Case("root", "confined", hostile("../" * 40 + OUTSIDE[1:]), exact=False),
+)
+def test_a_uuid_does_not_leave_the_store(cell: CellUnderTest) -> None:
+    cell.check()

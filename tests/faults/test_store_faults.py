@@ -1,0 +1,290 @@
+"""The faults of the store, done through both probes to real objects: what they leave, and that they are seen and undone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from epd_conformance.connectors import object_format
+from epd_conformance.connectors.object_format import Expectation, Header, ObjectError, Reason
+from epd_conformance.connectors.probes import ExampleStoreProbe, VerifiedStoreProbe
+from epd_conformance.errors import StackError
+from epd_conformance.faults.fault import Fault, Receipt, Target, digest
+from epd_conformance.faults.store import FAULTS
+from epd_conformance.probe import Rows, StoreProbe
+
+torch = pytest.importorskip("torch")
+safetensors_torch = pytest.importorskip("safetensors.torch")
+
+KEY, DONOR = "k" * 64, "d" * 64
+ROWS, WIDTH = 12, 16
+EVERY = sorted(FAULTS)
+HOSTILE = ["", "..", "../x", "/etc/x", "a/../../x", "a\0b", "é" * 200, "x" * 5000, "\ud800", "a//b", "."]
+
+Make = Callable[[str], StoreProbe]
+
+
+def tensor(seed: int, dtype: str = "float32"):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(ROWS, WIDTH, generator=generator).to(getattr(torch, dtype))
+
+
+def verified(root: Path, dtype: str) -> StoreProbe:
+    for seed, key in enumerate((KEY, DONOR)):
+        rows = tensor(seed, dtype)
+        header = Header.of(rows, key=key, model_fingerprint="f" * 64, creator="a test")
+        object_format.publish(root, key, object_format.encode(rows, header))
+    return VerifiedStoreProbe(root)
+
+
+def example(root: Path, dtype: str) -> StoreProbe:
+    for seed, key in enumerate((KEY, DONOR)):
+        (root / key).mkdir(parents=True)
+        safetensors_torch.save_file({"ec_cache": tensor(seed, dtype)}, root / key / ExampleStoreProbe.FILE)
+    return ExampleStoreProbe(root)
+
+
+@pytest.fixture(params=[verified, example])
+def make(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Make]:
+    """A store with two objects, and its probe; asked for by dtype."""
+    root = tmp_path / "store"
+    root.mkdir()
+    yield lambda dtype="float32": request.param(root, dtype)
+    # Nothing of a fault may stay beside the objects.
+    left = {path.suffix for path in root.rglob("*") if path.is_file()}
+    assert left <= {object_format.SUFFIX}
+
+
+def bytes_of(rows) -> bytes:
+    return rows.contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def read_back(probe: StoreProbe, root: Path, key: str):
+    """The tensor under a key, read as the connector of that store reads it."""
+    if isinstance(probe, ExampleStoreProbe):
+        return safetensors_torch.load_file(root / key / ExampleStoreProbe.FILE)["ec_cache"]
+    return object_format.decode(probe.read(key))[1]
+
+
+class TestFaults:
+    @pytest.mark.parametrize("kind", EVERY)
+    def test_injected_seen_and_healed(self, make: Make, kind: str) -> None:
+        probe, fault = make("float32"), FAULTS[kind]
+        target = Target(probe, KEY, DONOR)
+        before, donor = probe.read(KEY), probe.read(DONOR)
+        receipt = fault.inject(target)
+        assert (receipt.kind, receipt.key, receipt.before) == (kind, KEY, before)
+        assert receipt.after == probe.read(KEY) != before
+        assert fault.verify(target, receipt)
+        assert probe.read(DONOR) == donor
+        fault.heal(target, receipt)
+        assert probe.read(KEY) == before
+        assert not fault.verify(target, receipt), "what is healed is not there any more"
+        said = receipt.to_json()
+        assert said["before"] == {"sha256": digest(before), "bytes": len(before or b"")}
+        assert (said["after"]["sha256"] is None) is (kind == "deleted")
+
+    def test_what_each_leaves(self, make: Make, tmp_path: Path) -> None:
+        root, probe = tmp_path / "store", make("float32")
+        target = Target(probe, KEY, DONOR)
+        before = probe.read(KEY) or b""
+
+        def left(kind: str) -> bytes | None:
+            receipt = FAULTS[kind].inject(target)
+            try:
+                return probe.read(KEY)
+            finally:
+                FAULTS[kind].heal(target, receipt)
+
+        assert left("deleted") is None
+        assert left("truncated") == before[: len(before) // 2]
+        assert left("replaced") == probe.read(DONOR)
+        FAULTS["one-row"].inject(target)
+        row = read_back(probe, root, KEY)
+        assert row.shape == (1, WIDTH)
+        assert torch.equal(row[0], tensor(0)[0])
+
+    @pytest.mark.parametrize("kind", EVERY)
+    def test_the_rehearsal_leaves_the_rows(self, make: Make, tmp_path: Path, kind: str) -> None:
+        probe = make("bfloat16")
+        before = probe.read(KEY)
+        FAULTS[kind].rehearse(probe, KEY)
+        assert torch.equal(read_back(probe, tmp_path / "store", KEY), tensor(0, "bfloat16"))
+        if kind != "one-row":
+            assert probe.read(KEY) == before
+
+    @pytest.mark.parametrize("kind", EVERY)
+    def test_where_nothing_is_stored_nothing_is_done(self, make: Make, kind: str) -> None:
+        probe = make("float32")
+        keys = sorted(probe.keys())
+        with pytest.raises(StackError, match="no object under x"):
+            FAULTS[kind].inject(Target(probe, "x", DONOR))
+        with pytest.raises(StackError, match="no object under x"):
+            FAULTS[kind].rehearse(probe, "x")
+        assert sorted(probe.keys()) == keys
+
+    def test_without_a_donor_nothing_is_replaced(self, make: Make) -> None:
+        probe = make("float32")
+        before = probe.read(KEY)
+        with pytest.raises(StackError, match="no object under nobody"):
+            FAULTS["replaced"].inject(Target(probe, KEY, "nobody"))
+        assert probe.read(KEY) == before
+
+    @pytest.mark.parametrize("kind", EVERY)
+    def test_a_probe_that_writes_nowhere_is_not_verified(self, make: Make, kind: str) -> None:
+        probe = make("float32")
+        before = probe.read(KEY)
+        probe.write = lambda key, data: None  # type: ignore[method-assign]
+        probe.delete = lambda key: None  # type: ignore[method-assign]
+        target, fault = Target(probe, KEY, DONOR), FAULTS[kind]
+        receipt = fault.inject(target)
+        assert not fault.verify(target, receipt)
+        assert probe.read(KEY) == before
+
+    def test_damage_that_changes_nothing_is_not_verified(self, make: Make) -> None:
+        probe = make("float32")
+        probe.write(DONOR, probe.read(KEY) or b"")
+        target = Target(probe, KEY, DONOR)
+        assert not FAULTS["replaced"].verify(target, FAULTS["replaced"].inject(target))
+        data = probe.read(KEY) or b""
+        probe.write(KEY, probe.seal(probe.unseal(data).first(1), data))
+        assert not FAULTS["one-row"].verify(target, FAULTS["one-row"].inject(target)), "it has one row anyhow"
+
+    def test_an_object_that_was_not_there_is_deleted_again(self, make: Make) -> None:
+        """A subject's own fault may make an object."""
+
+        class Made(Fault):
+            kind = "made"
+
+            def inject(self, target: Target) -> Receipt:
+                target.probe.write(target.key, b"new")
+                return Receipt(self.kind, target.key, None, b"new")
+
+        probe = make("float32")
+        target = Target(probe, "n" * 64, DONOR)
+        receipt = Made().inject(target)
+        assert Made().verify(target, receipt)
+        Made().heal(target, receipt)
+        assert probe.read(target.key) is None
+
+
+class TestProbes:
+    def test_keys(self, make: Make) -> None:
+        probe = make("float32")
+        assert sorted(probe.keys()) == sorted([KEY, DONOR])
+        probe.delete(KEY)
+        probe.delete(KEY)
+        assert probe.keys() == [DONOR]
+        assert probe.read(KEY) is None
+
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+    def test_unseal_and_seal(self, make: Make, tmp_path: Path, dtype: str) -> None:
+        probe = make(dtype)
+        data = probe.read(KEY) or b""
+        rows = probe.unseal(data)
+        assert (rows.rows, rows.width, rows.dtype) == (ROWS, WIDTH, dtype)
+        assert rows.data == bytes_of(tensor(0, dtype))
+        again = probe.seal(rows, data)
+        assert probe.unseal(again) == rows
+        probe.write(KEY, again)
+        assert torch.equal(read_back(probe, tmp_path / "store", KEY), tensor(0, dtype))
+        # Other rows, in the form of the first object.
+        other = Rows(bytes_of(tensor(1, dtype)[:5]), 5, WIDTH, dtype)
+        probe.write(KEY, probe.seal(other, data))
+        assert torch.equal(read_back(probe, tmp_path / "store", KEY), tensor(1, dtype)[:5])
+
+    def test_rows(self) -> None:
+        rows = Rows(bytes(range(12)), 3, 2, "float16")
+        assert rows.first(1) == Rows(bytes(range(4)), 1, 2, "float16")
+        assert rows.first(3) == rows
+        with pytest.raises(ValueError, match="no first 4"):
+            rows.first(4)
+        with pytest.raises(ValueError, match="are no 5 rows"):
+            Rows(bytes(12), 5, 2, "float16")
+
+
+class TestVerifiedStore:
+    def expect(self, rows: int | None = ROWS) -> Expectation:
+        return Expectation(KEY, "f" * 64, rows, "float32", width_multiple=WIDTH)
+
+    def reason(self, root: Path, expect: Expectation) -> Reason | None:
+        try:
+            object_format.load(root, expect)
+        except ObjectError as error:
+            return error.reason
+        return None
+
+    @pytest.mark.parametrize(
+        ("kind", "reason"),
+        [
+            ("deleted", Reason.MISSING),
+            ("truncated", Reason.TRUNCATED),
+            ("replaced", Reason.KEY),
+            ("one-row", Reason.ROWS),
+        ],
+    )
+    def test_each_fault_is_refused_for_what_it_is(self, tmp_path: Path, kind: str, reason: Reason) -> None:
+        probe = verified(tmp_path, "float32")
+        assert self.reason(tmp_path, self.expect()) is None
+        target = Target(probe, KEY, DONOR)
+        receipt = FAULTS[kind].inject(target)
+        assert self.reason(tmp_path, self.expect()) is reason
+        if kind == "one-row":
+            # Nothing but the number of rows is wrong with it: whoever does not count them takes it.
+            assert self.reason(tmp_path, self.expect(rows=None)) is None
+            assert self.reason(tmp_path, self.expect(rows=1)) is None
+        FAULTS[kind].heal(target, receipt)
+        assert self.reason(tmp_path, self.expect()) is None
+
+    def test_a_broken_object_has_no_key(self, tmp_path: Path) -> None:
+        probe = verified(tmp_path, "float32")
+        FAULTS["truncated"].inject(Target(probe, KEY, DONOR))
+        assert probe.keys() == [DONOR]
+
+    @pytest.mark.parametrize("key", HOSTILE)
+    def test_hostile_keys_stay_in_the_store(self, tmp_path: Path, key: str) -> None:
+        root = tmp_path / "a" / "store"
+        root.mkdir(parents=True)
+        probe = verified(root, "float32")
+        like = probe.read(KEY) or b""
+        header, payload = object_format.unpack(like)
+        probe.write(key, object_format.repack(replace(header, key=key), payload))
+        assert sorted(probe.keys()) == sorted([KEY, DONOR, key])
+        assert object_format.unpack(probe.read(key) or b"")[0].key == key
+        assert [path for path in tmp_path.rglob("*") if path.is_file() and not path.is_relative_to(root)] == []
+        probe.delete(key)
+        assert sorted(probe.keys()) == sorted([KEY, DONOR])
+
+
+class TestExampleStore:
+    @pytest.mark.parametrize("key", ["", ".", "..", "../x", "/etc/x", "a/../..", "a/../../x"])
+    def test_a_key_that_leads_out_of_the_store_is_refused(self, tmp_path: Path, key: str) -> None:
+        """The connector would follow it; a probe that deletes folders must not."""
+        root = tmp_path / "a" / "store"
+        root.mkdir(parents=True)
+        probe = example(root, "float32")
+        (root.parent / "x").mkdir()
+        (root.parent / "x" / ExampleStoreProbe.FILE).write_bytes(b"precious")
+        before = sorted(tmp_path.rglob("*"))
+        for use in (probe.read, probe.delete, lambda key: probe.write(key, b"x")):
+            with pytest.raises(ValueError, match="leads out of the store"):
+                use(key)
+        assert sorted(tmp_path.rglob("*")) == before
+
+    def test_a_key_with_a_slash_is_a_folder_deeper(self, tmp_path: Path) -> None:
+        probe = example(tmp_path, "float32")
+        probe.write("lora:a/b", b"x")
+        assert "lora:a/b" in probe.keys()  # noqa: SIM118
+        probe.delete("lora:a/b")
+        assert probe.read("lora:a/b") is None
+
+    def test_it_reads_what_the_connector_writes_with_metadata(self, tmp_path: Path) -> None:
+        (tmp_path / KEY).mkdir()
+        rows = tensor(3)
+        path = tmp_path / KEY / ExampleStoreProbe.FILE
+        safetensors_torch.save_file({"ec_cache": rows}, path, metadata={"format": "pt"})
+        found = ExampleStoreProbe(tmp_path).unseal(path.read_bytes())
+        assert found == Rows(bytes_of(rows), ROWS, WIDTH, "float32")
