@@ -26,6 +26,8 @@ import blake3
 
 from epd_conformance.connectors.journal import JournalWriter
 from epd_conformance.connectors.names import EC_PREFIX, KV_PREFIX
+from epd_conformance.connectors.observed import ObservedDict
+from epd_conformance.observations import own_hooks
 
 
 def describe(tensor: Any) -> dict[str, Any]:
@@ -75,6 +77,8 @@ class _Recorder:
         self._epd_request: str | None = None
         self._epd_lookups: dict[str, bool] = {}
         self._epd_allocated: list[tuple[str, str]] = []
+        with self._epd_look("__init__"):
+            self._epd_prepare(config)
         try:
             super().__init__(*args, **kwargs)
         except BaseException as error:
@@ -85,6 +89,9 @@ class _Recorder:
             self._epd_journal.write(
                 "init", connector=f"{wrapped.__module__}.{wrapped.__qualname__}", **self._epd_about(config)
             )
+
+    def _epd_prepare(self, config: Any) -> None:
+        """Before the connector is constructed."""
 
     def _epd_about(self, config: Any) -> dict[str, Any]:
         raise NotImplementedError
@@ -109,14 +116,39 @@ class _Recorder:
 class _ECRecorder(_Recorder):
     """Recorder of an EC connector."""
 
+    _epd_extra: ObservedDict | None = None
+    _epd_told = 0
+
+    def _epd_prepare(self, config: Any) -> None:
+        """Let the configuration's free part note which of its keys the connector reads."""
+        extra = getattr(config.ec_transfer_config, "ec_connector_extra_config", None)
+        # Where two connectors share a process they share the configuration, and what either reads is read.
+        if type(extra) is dict:
+            extra = config.ec_transfer_config.ec_connector_extra_config = ObservedDict(extra)
+        self._epd_extra = extra if isinstance(extra, ObservedDict) else None
+
     def _epd_about(self, config: Any) -> dict[str, Any]:
+        from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorBase
+
         transfer, cache = config.ec_transfer_config, config.cache_config
-        return {
+        about = {
             "ec_role": transfer.ec_role,
             "engine": transfer.engine_id,
             "blocks": getattr(cache, "num_gpu_blocks", None),
             "block_size": getattr(cache, "block_size", None),
+            "hooks": own_hooks(self._epd_wrapped, ECConnectorBase),
         }
+        if self._epd_extra is not None:
+            # Names only: values may be secrets.
+            about |= {"extra": list(self._epd_extra.given), "read": self._epd_extra.read}
+            self._epd_told = len(about["read"])
+        return about
+
+    def _epd_configured(self) -> None:
+        """Say which keys were read by now, when there are more than were told: some connectors read at the first use."""
+        if self._epd_extra is not None and len(read := self._epd_extra.read) > self._epd_told:
+            self._epd_told = len(read)
+            self._epd_journal.write("config", read=read)
 
     def _epd_see(self, request_id: str, features: Iterable[Any], prompt: int) -> None:
         if request_id in self._epd_seen:
@@ -187,7 +219,10 @@ class _ECHooks:
                 )
         self._epd_allocated.clear()
         self._epd_lookups.clear()
-        return self._epd_call("build_connector_meta", args, kwargs)
+        result = self._epd_call("build_connector_meta", args, kwargs)
+        with self._epd_look("build_connector_meta"):
+            self._epd_configured()
+        return result
 
     def take_unavailable_requests(self: Any, *args: Any, **kwargs: Any) -> Any:
         named = self._epd_call("take_unavailable_requests", args, kwargs)
@@ -219,6 +254,7 @@ class _ECHooks:
             for key, tensor in list(cache.items()):
                 if key not in before or before[key]() is not tensor:
                     self._epd_journal.write("load", id=key, seconds=took, **describe(tensor))
+            self._epd_configured()
         return result
 
     def save_caches(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -234,9 +270,12 @@ class _ECHooks:
             event = "save" if self.is_producer else "encoded"
             if form is not None:
                 self._epd_journal.write(event, seconds=took, **form)
+            self._epd_configured()
         return result
 
     def shutdown(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with self._epd_look("shutdown"):
+            self._epd_configured()
         self._epd_journal.write("shutdown")
         return self._epd_call("shutdown", args, kwargs)
 
