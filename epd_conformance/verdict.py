@@ -75,6 +75,9 @@ PRECEDENCE: tuple[Verdict, ...] = (
 """A requirement takes the first of these that occurs among its cells, and so does a cell that was recorded
 twice."""
 
+EXCUSED = frozenset({Verdict.KNOWN_FAILING, Verdict.WAIVED})
+"""Not passed, and declared beforehand: what makes an outcome `partial` at best."""
+
 EXIT_CODES: dict[Outcome, int] = {
     Outcome.CONFORMANT: 0,
     Outcome.PARTIAL: 0,
@@ -102,11 +105,12 @@ class Cell:
     def seen_by(self, owner: Owner) -> Verdict | None:
         """The verdict as it counts for `owner`; None where the cell says nothing about that owner.
 
-        A failure counts against whom it points at. For the requirement's owner, a failure that points at
-        somebody else is a question left open: neither blamed on the one nor whitewashed.
+        A failure counts against whom it points at, an excused one too. For the requirement's owner, a failure
+        that points at somebody else is a question left open: neither blamed on the one nor whitewashed.
         """
-        if self.verdict is Verdict.FAIL and (self.blame or self.owner) is owner:
-            return Verdict.FAIL
+        failed = self.verdict is Verdict.FAIL or self.verdict in EXCUSED
+        if failed and (self.blame or self.owner) is owner:
+            return self.verdict
         if self.owner is not owner:
             return None
         return Verdict.INCONCLUSIVE if self.verdict is Verdict.FAIL else self.verdict
@@ -167,12 +171,12 @@ def outcome(cells: Iterable[Cell], owner: Owner, mode: Mode) -> Outcome:
     if any(verdict is Verdict.FAIL for _, verdict in seen):
         return Outcome.NONCONFORMANT
     expected = [verdict for cell, verdict in seen if cell.expected and cell.owner is owner]
-    tolerated = {Verdict.KNOWN_FAILING, Verdict.WAIVED}
-    if not expected or any(verdict is not Verdict.PASS and verdict not in tolerated for verdict in expected):
+    if not expected or any(verdict is not Verdict.PASS and verdict not in EXCUSED for verdict in expected):
         return Outcome.INCOMPLETE
-    if mode is Mode.CERTIFY and (len(expected) < len(seen) or tolerated.intersection(expected)):
+    excused = any(verdict in EXCUSED for _, verdict in seen)
+    if mode is Mode.CERTIFY and (len(expected) < len(seen) or excused):
         return Outcome.INCOMPLETE  # the executed set is the expected set, and nothing in it is excused
-    return Outcome.PARTIAL if tolerated.intersection(expected) else Outcome.CONFORMANT
+    return Outcome.PARTIAL if excused else Outcome.CONFORMANT
 
 
 def exit_code(result: Outcome) -> int:

@@ -37,6 +37,16 @@ def test_requirements(command: Call) -> None:
         (("--owner", "proxy"), lambda item: item["owner"] == "proxy"),
         (("--topology", "aggregated"), lambda item: "aggregated" in item["topologies"]),
         (("--area", "XFER", "--owner", "engine"), lambda item: "XFER" in item["id"] and item["owner"] == "engine"),
+        (("--status", "active"), lambda item: item["status"] == "active"),
+        (("--level", "should"), lambda item: item["level"] == "SHOULD"),
+        (("--layer", "scheduler"), lambda item: item["layer"] == "scheduler"),
+        (("--feature", "lora"), lambda item: "lora" in item["features"]),
+        # A topology that a subject must opt into needs the feature too.
+        (("--feature", "kv_disaggregation"), lambda item: "e-p-d" in item["topologies"]),
+        (
+            ("--level", "MUST", "--status", "planned", "--layer", "live"),
+            lambda item: (item["level"], item["status"], item["layer"]) == ("MUST", "planned", "live"),
+        ),
     ],
 )
 def test_some_requirements(command: Call, words: tuple[str, ...], keeps: Any) -> None:
@@ -46,13 +56,66 @@ def test_some_requirements(command: Call, words: tuple[str, ...], keeps: Any) ->
     assert 0 < len(some) < len(everything)
 
 
-@pytest.mark.parametrize("words", [("--area", "NONE"), ("--owner", "nobody"), ("--topology", "d-p-e")])
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--area", "NONE"), "error: no area 'NONE': use ERR, INIT, "),
+        (("--owner", "nobody"), "error: no owner 'nobody': use connector, engine, proxy"),
+        (("--topology", "d-p-e"), "error: no topology 'd-p-e': use aggregated, e-pd, p-d, e-p-d"),
+        (("--status", "done"), "error: no status 'done': use active, planned"),
+        (("--level", "CAN"), "error: no level 'CAN': use MUST, SHOULD, MAY"),
+        (("--layer", "unit"), "error: no layer 'unit': use contract, scheduler, live"),
+        (("--feature", "speed"), "error: no feature 'speed': use kv_disaggregation, "),
+        (("--area", "PROXY", "--layer", "scheduler"), "error: no requirement matches --area PROXY, --layer scheduler"),
+    ],
+)
 @pytest.mark.parametrize("what", [(), ("--cells",), ("--json",)])
-def test_nothing_matches(command: Call, words: tuple[str, ...], what: tuple[str, ...]) -> None:
+def test_nothing_matches(command: Call, words: tuple[str, ...], says: str, what: tuple[str, ...]) -> None:
     ended = command("list", *words, *what)
     assert ended.code == 2
-    assert ended.err.startswith("error: no requirement matches")
+    assert ended.err.startswith(says)
+    assert ended.err.count("\n") == 1
     assert ended.out == ""
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--features", "--cells"), "three lists"),
+        (("--not-testable", "--cells"), "three lists"),
+        (("--not-testable", "--area", "TOK"), "--area chooses requirements"),
+        (("--features", "--level", "MUST"), "--level chooses requirements"),
+    ],
+)
+def test_lists_that_do_not_go_together(command: Call, words: tuple[str, ...], says: str) -> None:
+    ended = command("list", *words)
+    assert (ended.code, ended.out) == (2, "")
+    assert says in ended.err
+
+
+def test_not_testable(command: Call) -> None:
+    items = catalogues.not_testable()
+    rows = json.loads(command("list", "--not-testable", "--json").out)
+    assert [row["title"] for row in rows] == [item.title for item in items]
+    assert set(rows[0]) == {"title", "statement", "reason", "instead", "covers"}
+    text = " ".join(command("list", "--not-testable").out.split())
+    for item in items:
+        assert f"{item.title} {item.statement} why not: {item.reason} instead: {item.instead}" in text
+    assert f"{len(items)} that no test" in text
+
+
+def test_it_can_be_read_at_80_columns(command: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = command("list").out.splitlines()
+    assert max(map(len, lines)) <= 80
+    found = list(catalogues.load())
+    heads = [line for line in lines if line and not line.startswith((" ", "EPD-"))]
+    areas = sorted({item.area for item in found})
+    assert [line.partition(":")[0] for line in heads[:-1]] == areas
+    assert heads[-1].startswith(f"{len(found)} requirements (")
+    # The sentence follows its id, whole.
+    assert found[0].sentence in " ".join(" ".join(lines).split())
+    assert lines[lines.index(next(line for line in lines if found[0].id in line)) + 1].startswith("    ")
 
 
 def test_features(command: Call) -> None:
@@ -76,6 +139,7 @@ def test_cells(command: Call) -> None:
     by_profile = [names("--profile", profile) for profile in ("aggregated", "e-pd", "e-p-d")]
     assert sorted(name for some in by_profile for name in some) == sorted(everything)
     assert names("--topology", "e-pd") == by_profile[1]
+    assert names("--topology", "E-PD") == by_profile[1]
     assert names("--area", "kv") == [name for name in everything if name.startswith("EPD-KV-")]
     # Sizes are an axis of their own.
     assert names("--profile", "2e-1pd") == [name.replace("[e-pd/", "[2e-1pd/") for name in by_profile[1]]

@@ -178,6 +178,21 @@ class TestOutcome:
 
 
 class TestBlame:
+    @pytest.mark.parametrize("excused", [Verdict.KNOWN_FAILING, Verdict.WAIVED])
+    def test_an_excused_failure_that_points_elsewhere_is_seen_there_too(self, excused: Verdict) -> None:
+        cells = [
+            cell(1, excused, blame=Owner.ENGINE),
+            cell(2, Verdict.PASS, owner=Owner.ENGINE),
+            cell(3, Verdict.PASS, owner=Owner.PROXY),
+        ]
+        found = {owner: outcome(cells, owner, Mode.DEVELOP) for owner in Owner}
+        assert found == {
+            Owner.CONNECTOR: Outcome.PARTIAL,
+            Owner.ENGINE: Outcome.PARTIAL,
+            Owner.PROXY: Outcome.CONFORMANT,
+        }
+        assert outcome(cells, Owner.ENGINE, Mode.CERTIFY) is Outcome.INCOMPLETE
+
     def test_failure_that_points_elsewhere_is_neither_blamed_nor_whitewashed(self) -> None:
         cells = [
             cell(1, Verdict.FAIL, blame=Owner.ENGINE),
