@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import time
 from collections import Counter
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -31,6 +33,8 @@ class Progress:
         self._counts: dict[str, Counter[Verdict]] = {}
         self._totals: Counter[str] = Counter()
         self._line = "starting"
+        # In a parallel run the lines of the workers come from another thread than the cells.
+        self._lock = threading.RLock()
 
     def __enter__(self) -> Self:
         if self._live is not None:
@@ -50,23 +54,25 @@ class Progress:
 
     def say(self, line: str) -> None:
         """One line about what goes on now."""
-        self._line = line
-        if self._live is None:
-            print(f"[{time.monotonic() - self._began:6.1f} s] {line}", file=sys.stderr, flush=True)
-        else:
-            self._draw()
+        with self._lock:
+            self._line = line
+            if self._live is None:
+                print(f"[{time.monotonic() - self._began:6.1f} s] {line}", file=sys.stderr, flush=True)
+            else:
+                self._draw()
 
     def cell_done(self, cell: str, topology: str, verdict: Verdict, reason: str, seconds: float) -> None:
         """A cell ended. What did not pass stays on the screen above the table."""
-        self._counts.setdefault(topology, Counter())[verdict] += 1
-        words = f"{verdict}: {reason}" if reason else str(verdict)
-        if self._live is None:
-            self.say(f"{words:<14} {cell} {seconds:.2f} s")
-            return
-        if verdict is not Verdict.PASS:
-            self.console.print(Text.assemble((words, STYLES[verdict]), f"  {cell}"))
-        self._line = cell
-        self._draw()
+        with self._lock:
+            self._counts.setdefault(topology, Counter())[verdict] += 1
+            words = f"{verdict}: {reason}" if reason else str(verdict)
+            if self._live is None:
+                self.say(f"{words:<14} {cell} {seconds:.2f} s")
+                return
+            if verdict is not Verdict.PASS:
+                self.console.print(Text.assemble((words, STYLES[verdict]), f"  {cell}"))
+            self._line = cell
+            self._draw()
 
     def _draw(self) -> None:
         assert self._live is not None
@@ -86,3 +92,18 @@ class Progress:
         elapsed = time.monotonic() - self._began
         # As Text: a plain string is read as markup, in which a cell's brackets vanish and a path's may be an error.
         self._live.update(Group(table, Spinner("dots", Text(f" {elapsed:.0f} s  {self._line}"))))
+
+
+class Relay(Progress):
+    """The progress of a worker in a parallel run: its lines go into a file, which the controller shows (parallel.py)."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(live=False)
+        self._path = path
+
+    def say(self, line: str) -> None:
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(" ".join(line.splitlines()) + "\n")
+
+    def cell_done(self, cell: str, topology: str, verdict: Verdict, reason: str, seconds: float) -> None:
+        """Nothing: the test's report tells it to the controller."""

@@ -27,6 +27,12 @@ from epd_conformance.topology.devices import SERVER_GIB, Inventory, never_fits, 
 PORTS = range(20000, 32000)
 # How often a run that waits for memory looks again: servers end within seconds.
 POLL_S = 1.0
+# A topology is three to five servers with its baselines, each of which computes in one thread (stack.py) and so keeps a core
+# busy while a request is with it; harness and proxy need the rest. With fewer cores for each, two topologies at once would take
+# as long as one after the other, need twice the memory, and come closer to every time limit.
+CORES_PER_TOPOLOGY = 4
+# How often a worker that waits for its turn looks again: often enough for nobody to notice, seldom enough to cost nothing.
+TURN_POLL_S = 0.2
 
 
 def folder() -> Path:
@@ -110,6 +116,42 @@ class Ports:
 
     def close(self) -> None:
         self.release(list(self._held))
+
+
+def topologies_at_once(device: str, cores: int) -> int:
+    """How many topologies of one run may have servers at the same time."""
+    # GPUs are shared out by memory among the servers of one topology (devices.py); a second one would not know of the first.
+    return 1 if device == "cuda" else max(1, cores // CORES_PER_TOPOLOGY)
+
+
+class Turn:
+    """A worker's turn to have servers: of the workers that share a folder, `count` at most have one at a time.
+
+    Given back by `release`, or by the end of the process.
+    """
+
+    def __init__(self, folder: Path, count: int) -> None:
+        self._paths = [folder / f"turn-{number}.lock" for number in range(count)]
+        self._handle: IO[str] | None = None
+
+    def take(self, say: Callable[[str], None]) -> None:
+        """Wait for a turn, for as long as it takes: whoever has one is at work. A signal's exception ends the waiting."""
+        told = False
+        while self._handle is None:
+            for path in self._paths:
+                if (handle := _lock(path)) is not None:
+                    self._handle = handle
+                    return
+            if not told:
+                say(f"waiting for another topology to end ({len(self._paths)} at a time on this machine)")
+                told = True
+            time.sleep(TURN_POLL_S)
+
+    def release(self) -> None:
+        """Let another worker have the turn; its servers must be gone."""
+        if self._handle is not None:
+            self._handle.close()
+            self._handle = None
 
 
 class Memory:
