@@ -26,12 +26,14 @@ def send(
     *,
     salt: str | None = None,
     overrides: dict[str, Any] | None = None,
+    model: str = SERVED_NAME,
 ) -> Answer:
     """Send a request to a server or proxy; never raises for what the other side does.
 
-    `salt` replaces the request's own `cache_salt`; `overrides` are laid over the body (None removes a field).
+    `salt` replaces the request's own `cache_salt`; `overrides` are laid over the body (None removes a field). `model` is what
+    the other side calls it (`Stack.served_name`).
     """
-    body = request.body(SERVED_NAME, salt)
+    body = request.body(model, salt)
     for name, value in (overrides or {}).items():
         if value is None:
             body.pop(name, None)

@@ -18,20 +18,20 @@ from typing import Any
 import requests
 
 from epd_conformance.errors import StackError
-from epd_conformance.live import baseline, client, http
+from epd_conformance.live import baseline, client, faulting, http
 from epd_conformance.live.baseline import Baselines
 from epd_conformance.live.case import Case, plan_of
 from epd_conformance.live.layout import Layout
 from epd_conformance.oracle.answers import Answer
 from epd_conformance.oracle.baselines import BaselineAnswers
 from epd_conformance.oracle.baselines import write as write_baseline
-from epd_conformance.oracle.judges import CellEvidence
+from epd_conformance.oracle.cell import CellEvidence
 from epd_conformance.oracle.noise import NoiseFloor
 from epd_conformance.oracle.transport import Roles
 from epd_conformance.plans.plan import Plan, Request
 from epd_conformance.subject import Subject
 from epd_conformance.topology.spec import Role, Shape, Topology
-from epd_conformance.topology.stack import SERVED_NAME, Site, Stack, StackSpec
+from epd_conformance.topology.stack import AnySite, Stack, StackSpec
 from epd_conformance.verdict import Owner
 
 
@@ -66,7 +66,7 @@ class LiveSession:
 
     def __init__(
         self,
-        site: Site,
+        site: AnySite,
         subject: Subject,
         folder: Path,
         *,
@@ -132,6 +132,11 @@ class LiveSession:
             return
         unreported = [process for process in dead if process.pid not in stage.reported]
         self.say(f"starting {stage.topology.name} again: {', '.join(process.name for process in dead)} ended")
+        self._boot_again(stage)
+        if unreported:
+            raise StackError("between two cells " + unreported[0].obituary())
+
+    def _boot_again(self, stage: Stage) -> None:
         try:
             self.site.stop(stage.stack)
             (stage.stack,) = self.site.boot(stage.spec)
@@ -141,8 +146,11 @@ class LiveSession:
             self._failed[stage.topology.name] = error
             self.end_stage()
             raise
-        if unreported:
-            raise StackError("between two cells " + unreported[0].obituary())
+
+    def restart(self) -> None:
+        """Boot the stack under test of the running stage again: empty caches, an empty store. The baselines stay."""
+        if self._stage is not None:
+            self._boot_again(self._stage)
 
     def end_stage(self) -> None:
         """Stop every stack, also those of a stage that did not come up."""
@@ -170,7 +178,7 @@ class LiveSession:
             pd_spec = StackSpec(layout.pd_baseline, Topology.parse("p-d"), shape)
             aggregated, pd = self.site.boot(agg_spec, pd_spec)
             self.on_boot()
-            plans = self._settle(plans, aggregated, shape.block_size)
+            plans = self._settle(plans, aggregated, self.site.block_size(shape))
             offered = self._ask(baselines, aggregated, plans, exact, topology)
             self.say(f"asking the p-d baseline {len(offered)} prompts")
             # The noise of the pair is that of its two servers, which the aggregated arm measures; once more shows a
@@ -195,7 +203,11 @@ class LiveSession:
 
         def ask(request: Request) -> Answer:
             return client.send(
-                aggregated.base_url, request, uuid.uuid4().hex, overrides={"max_tokens": 1, "stream": False}
+                aggregated.base_url,
+                request,
+                uuid.uuid4().hex,
+                overrides={"max_tokens": 1, "stream": False},
+                model=aggregated.served_name,
             )
 
         return {cell: baseline.settle_plan(plan, ask, block) for cell, plan in plans.items()}
@@ -223,7 +235,14 @@ class LiveSession:
             if digest not in answers:
                 rid = uuid.uuid4().hex
                 answers[digest] = [
-                    client.send(aggregated.base_url, request, rid, salt=f"c-{rid}", overrides=baseline.NOT_STREAMED)
+                    client.send(
+                        aggregated.base_url,
+                        request,
+                        rid,
+                        salt=f"c-{rid}",
+                        overrides=baseline.NOT_STREAMED,
+                        model=aggregated.served_name,
+                    )
                 ]
         return list(offered.values())
 
@@ -257,10 +276,10 @@ class Runner:
 
     def evidence(self) -> CellEvidence:
         before = self.stack.journal.read()
-        mark = self.stack.journal.mark()
+        self.mark = self.stack.journal.mark()
         getattr(self, "_" + self.cell.case.judge.replace("-", "_"), self._through_proxy)()
         self._settled()
-        during = self.stack.journal.read(mark)
+        during = self.journal()
         keys = {item["id"] for event in during if event["ev"] == "request" for item in event["items"]}
         digests = {request.digest() for request in (*self.plan.requests, *self.plan.contrasts)}
         floor = self.stage.floor
@@ -286,10 +305,20 @@ class Runner:
             facts=self.facts,
         )
 
-    def _send(self, base_url: str, request: Request, **options: Any) -> Answer:
-        rid = uuid.uuid4().hex
-        salt = request.salt or f"cell-{rid}" if self.session.salted else None
-        answer = client.send(base_url, request, rid, salt=salt, **options)
+    def salt(self, request: Request, rid: str) -> str | None:
+        """The `cache_salt` that a request is sent with."""
+        return request.salt or f"cell-{rid}" if self.session.salted else None
+
+    def journal(self) -> list[dict[str, Any]]:
+        """The journal lines of the cell so far."""
+        return self.stack.journal.read(self.mark)
+
+    def send(self, base_url: str, request: Request, *, rid: str = "", **options: Any) -> Answer:
+        """Send one of the plan's requests and keep its answer."""
+        rid = rid or uuid.uuid4().hex
+        answer = client.send(
+            base_url, request, rid, salt=self.salt(request, rid), model=self.stack.served_name, **options
+        )
         self.answers.append(answer)
         return answer
 
@@ -306,19 +335,28 @@ class Runner:
 
     def _through_proxy(self) -> None:
         for request in self.plan.requests:
-            self._send(self.stack.base_url, request)
+            self.send(self.stack.base_url, request)
 
     def _miss(self) -> None:
         """Past the encode servers, so that nobody has saved the item."""
-        self._send(self.stage.bypass, self.plan.requests[0])
+        self.send(self.stage.bypass, self.plan.requests[0])
 
     def _both(self) -> None:
         """Once cold, then again after the server's own encoder cache was reset, so that only the store can give the item."""
         server = self.stack.servers[0]
         first, second = self.plan.requests
-        self._send(server.url, first)
+        self.send(server.url, first)
         self.facts["reset_status"] = _post(f"{server.url}/reset_encoder_cache")[0]
-        self._send(server.url, second)
+        self.send(server.url, second)
+
+    def _recomputed(self) -> None:
+        faulting.damaged(self)
+
+    def _contained(self) -> None:
+        faulting.damaged(self)
+
+    def _confined(self) -> None:
+        faulting.confined(self)
 
     def _stage_error(self) -> None:
         """Ask for a model that no server has: the first stage that a request meets answers 404."""
@@ -326,7 +364,7 @@ class Runner:
         self.facts["stage"] = "encode" if first.images else ("prefill" if self.stack.of(Role.PREFILL) else "decode")
         self.facts["status"] = 404
         for request in self.plan.requests:
-            self._send(self.stack.base_url, request, overrides={"model": "no-such-model"})
+            self.send(self.stack.base_url, request, overrides={"model": "no-such-model"})
 
     def _constructed(self) -> None:
         self.facts["servers"] = [server.name for server in self.stack.servers if "scheduler" in server.expects]
@@ -339,7 +377,7 @@ class Runner:
             server.name: [event["blocks"] for event in inits if event["server"] == server.name][-1] for server in encode
         }
         rid = uuid.uuid4().hex
-        body = self.plan.requests[0].body(SERVED_NAME, f"cell-{rid}") | {"max_tokens": 5}
+        body = self.plan.requests[0].body(self.stack.served_name, f"cell-{rid}") | {"max_tokens": 5}
         body.pop("logprobs")
         body.pop("top_logprobs")
         status, answer = _post(f"{encode[0].url}/v1/chat/completions", json=body, headers={"X-Request-Id": rid})

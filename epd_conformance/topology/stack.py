@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import os
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,12 +15,13 @@ from typing import Any, Self
 
 import requests
 
+from epd_conformance.configuration import Configurations
 from epd_conformance.connectors.journal import DIRECTORY, SERVER, Journal
 from epd_conformance.connectors.names import MODULE as RECORDING
 from epd_conformance.connectors.names import ec_name, kv_name
 from epd_conformance.errors import StackError, UsageError
 from epd_conformance.runtime import repairs
-from epd_conformance.subject import StackInfo, Subject
+from epd_conformance.subject import LaunchOptions, StackInfo, Subject
 from epd_conformance.topology import causes
 from epd_conformance.topology.claims import Memory, Ports
 from epd_conformance.topology.devices import Inventory, Placement, assign
@@ -88,7 +90,10 @@ class Server:
 
 @dataclass
 class Stack:
-    """A running topology. `base_url` is where a client sends its requests: the proxy, or the only server."""
+    """A running topology. `base_url` is where a client sends its requests: the proxy, or the only server.
+
+    `served_name` is what its servers call the model.
+    """
 
     spec: StackSpec
     folder: Path
@@ -96,7 +101,10 @@ class Stack:
     proxy: Process | None = None
     base_url: str = ""
     helpers: list[Process] = field(default_factory=list)
+    info: StackInfo | None = None
+    """What its subject was told about it."""
     ports: list[int] = field(default_factory=list)
+    served_name: str = SERVED_NAME
 
     @property
     def journal(self) -> Journal:
@@ -127,7 +135,114 @@ class Stack:
         ]
 
 
-class Site:
+class AnySite(ABC):
+    """Where the stacks of a session come from: started here (`Site`), or by something else (live/attached.py).
+
+    What both do: proxies, and the end of what was started. A context manager: when it is left, or its process dies, nothing
+    of what it started is left.
+    """
+
+    environment: Mapping[str, str]
+    launcher: Launcher
+    ports: Ports
+    ready_s: float
+    stacks: list[Stack]
+
+    def __enter__(self) -> Self:
+        try:
+            self.launcher.__enter__()
+        except BaseException:
+            self.close_claims()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self.launcher.close()
+        self.close_claims()
+
+    def close_claims(self) -> None:
+        """Give back what was claimed of the machine."""
+        self.ports.close()
+
+    @property
+    @abstractmethod
+    def environment_class(self) -> str:
+        """What a certificate from this site is valid for (design §6)."""
+
+    @abstractmethod
+    def patches(self) -> list[dict[str, str]]:
+        """Every deviation from an untouched vLLM that is known to be in force in the servers of this site."""
+
+    @abstractmethod
+    def boot(self, *specs: StackSpec) -> list[Stack]:
+        """Running stacks for these specs, in their order. Raises UsageError or StackError."""
+
+    def block_size(self, shape: Shape) -> int:
+        """Tokens in a KV block of servers that were asked for with this shape."""
+        return shape.block_size
+
+    def stop(self, stack: Stack) -> None:
+        """End a stack's processes; its logs, journals and stores stay."""
+        for process in stack.processes():
+            with contextlib.suppress(StackError):
+                self.launcher.stop(process)
+        self.ports.release(stack.ports)
+        stack.ports.clear()
+        if stack in self.stacks:
+            self.stacks.remove(stack)
+
+    def _port(self, stack: Stack, asked: int | None = None) -> int:
+        port = self.ports.take_exactly(asked) if asked else self.ports.take()
+        stack.ports.append(port)
+        return port
+
+    def start_proxy(self, stack: Stack) -> None:
+        """Start the stack's proxy, in front of all its servers."""
+        port = stack.spec.port or self._port(stack)
+        arguments = ["--host", "127.0.0.1", "--port", str(port)]
+        for role, option in (
+            (Role.ENCODE, "--encode"),
+            (Role.PREFILL, "--prefill"),
+            (Role.DECODE, "--decode"),
+            (Role.PREFILL_DECODE, "--decode"),
+        ):
+            for server in stack.of(role):
+                arguments += [option, server.url]
+        if stack.spec.stages:
+            arguments += ["--stages", stack.spec.stages]
+        stack.proxy = self.launcher.start(f"{stack.spec.name}.proxy", PROXY, arguments)
+        stack.base_url = f"http://127.0.0.1:{port}"
+
+    def start_bypass(self, stack: Stack) -> str:
+        """Start a second proxy that knows no encode server, for requests that shall not be primed; returns its address."""
+        port = self._port(stack)
+        arguments = ["--host", "127.0.0.1", "--port", str(port)]
+        for role, option in ((Role.PREFILL, "--prefill"), (Role.DECODE, "--decode")):
+            for server in stack.of(role):
+                arguments += [option, server.url]
+        process = self.launcher.start(f"{stack.spec.name}.bypass", PROXY, arguments)
+        stack.helpers.append(process)
+        url = f"http://127.0.0.1:{port}"
+        self.wait_for(process, url)
+        return url
+
+    def wait_for(self, process: Process, url: str) -> None:
+        """Wait until a proxy that was started here, and so every server behind it, is healthy."""
+        deadline = time.monotonic() + self.ready_s
+        while not _healthy(url):
+            if not process.alive:
+                raise process.failure()
+            if time.monotonic() > deadline:
+                raise StackError(f"{process.name} not ready within {self.ready_s:.0f} s\n{causes.excerpt(process.log)}")
+            time.sleep(0.05)
+
+
+class Site(AnySite):
     """All processes of one run. A context manager: when it is left, or its process dies, nothing of it is left."""
 
     def __init__(
@@ -142,10 +257,12 @@ class Site:
         ready_s: float | None = None,
         memory_wait_s: float = MEMORY_WAIT_S,
         cache: Path | None = None,
+        configurations: Configurations | None = None,
     ) -> None:
         """`folder`: logs, journals and stores are kept under it. `say`: receives one line of progress at a time.
 
         `inventory`: what to believe about the machine; read, and before each boot read again, unless given.
+        `configurations`: what remembers the answers of the subjects; unless given, differing ones are only said.
         Raises UsageError where the model is a folder that holds none, or the device cannot be booted so.
         """
         if device == "cuda" and boot is Boot.FORK:
@@ -163,34 +280,18 @@ class Site:
         self.launcher = Launcher(boot, folder / "logs", self.environment)
         self.ports = Ports()
         self.memory = Memory()
+        self.configurations = configurations or Configurations(warn=lambda words: say(f"warning: {words}"))
         self.stacks: list[Stack] = []
 
-    def __enter__(self) -> Self:
-        try:
-            self.launcher.__enter__()
-        except BaseException:
-            self.ports.close()
-            self.memory.close()
-            raise
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def close(self) -> None:
-        self.launcher.close()
-        self.ports.close()
+    def close_claims(self) -> None:
+        super().close_claims()
         self.memory.close()
 
     @property
     def environment_class(self) -> str:
-        """What a certificate from this site is valid for (design §6)."""
         return "cuda" if self.device == "cuda" else "cpu-v1"
 
     def patches(self) -> list[dict[str, str]]:
-        """Every deviation from an untouched vLLM that is in force in the servers of this site."""
         return repairs.in_force(*([FORK_CONTEXT] if self.launcher.boot is Boot.FORK else []))
 
     # -- boot ----------------------------------------------------------------------------------------------------------
@@ -236,27 +337,12 @@ class Site:
         self.say(f"{len(names)} servers ready after {time.monotonic() - began:.1f} s")
         return stacks
 
-    def stop(self, stack: Stack) -> None:
-        """End a stack's processes; its logs, journals and stores stay."""
-        for process in stack.processes():
-            with contextlib.suppress(StackError):
-                self.launcher.stop(process)
-        self.ports.release(stack.ports)
-        stack.ports.clear()
-        if stack in self.stacks:
-            self.stacks.remove(stack)
-
     def _machine(self) -> Inventory:
         return self._stated or Inventory.read(gpus=False)
 
     def _unused(self, name: str) -> str:
         further = (f"{name}-{number}" for number in itertools.count(2))
         return next(free for free in itertools.chain([name], further) if not (self.folder / "stacks" / free).exists())
-
-    def _port(self, stack: Stack, asked: int | None = None) -> int:
-        port = self.ports.take_exactly(asked) if asked else self.ports.take()
-        stack.ports.append(port)
-        return port
 
     def _start(self, stack: Stack, placements: Mapping[str, Placement], began: float) -> None:
         """Start the processes of a stack; what has been started stands in `stack` when this raises."""
@@ -272,7 +358,8 @@ class Site:
             store=stack.store,
             ports=side_ports,
         )
-        configured = _configure(spec, info)
+        stack.info = info
+        configured = self._configure(spec, info)
         for name, role in spec.topology.servers():
             full = f"{spec.name}.{name}"
             config, launch = configured.get(role, (None, None))
@@ -315,42 +402,19 @@ class Site:
         if spec.topology.kind == "aggregated":
             stack.base_url = stack.servers[0].url
         else:
-            self._start_proxy(stack)
+            self.start_proxy(stack)
 
-    def _start_proxy(self, stack: Stack) -> None:
-        port = stack.spec.port or self._port(stack)
-        arguments = ["--host", "127.0.0.1", "--port", str(port)]
-        for role, option in (
-            (Role.ENCODE, "--encode"),
-            (Role.PREFILL, "--prefill"),
-            (Role.DECODE, "--decode"),
-            (Role.PREFILL_DECODE, "--decode"),
-        ):
-            for server in stack.of(role):
-                arguments += [option, server.url]
-        if stack.spec.stages:
-            arguments += ["--stages", stack.spec.stages]
-        stack.proxy = self.launcher.start(f"{stack.spec.name}.proxy", PROXY, arguments)
-        stack.base_url = f"http://127.0.0.1:{port}"
-
-    def start_bypass(self, stack: Stack) -> str:
-        """Start a second proxy that knows no encode server, for requests that shall not be primed; returns its address."""
-        port = self._port(stack)
-        arguments = ["--host", "127.0.0.1", "--port", str(port)]
-        for role, option in ((Role.PREFILL, "--prefill"), (Role.DECODE, "--decode")):
-            for server in stack.of(role):
-                arguments += [option, server.url]
-        process = self.launcher.start(f"{stack.spec.name}.bypass", PROXY, arguments)
-        stack.helpers.append(process)
-        url = f"http://127.0.0.1:{port}"
-        deadline = time.monotonic() + self.ready_s
-        while not _healthy(url):
-            if not process.alive:
-                raise process.failure()
-            if time.monotonic() > deadline:
-                raise StackError(f"{process.name} not ready within {self.ready_s:.0f} s\n{causes.excerpt(process.log)}")
-            time.sleep(0.05)
-        return url
+    def _configure(self, spec: StackSpec, info: StackInfo) -> dict[Role, tuple[dict[str, Any], LaunchOptions]]:
+        """Ask the subject once for each role; the same answer serves every server of the role."""
+        configured: dict[Role, tuple[dict[str, Any], LaunchOptions]] = {}
+        if spec.subject is None:
+            return configured
+        for role, _ in spec.topology.counts:
+            part = "ec_both" if role is Role.AGGREGATED else ec_role(role)
+            if part is not None:
+                answer = self.configurations.ask(spec.subject, part, info, spec.topology.name)
+                configured[role] = (answer.config, answer.launch)
+        return configured
 
     def _kv(self, stack: Stack, role: Role) -> tuple[dict[str, Any] | None, dict[str, str]]:
         """KV configuration and environment of a role: vLLM's file connector on CPU, NIXL on GPU."""
@@ -415,25 +479,6 @@ class Site:
             f"{', '.join(names)} not ready within {self.ready_s:.0f} s: {causes.likely_cause(logs[0], None)}\n"
             f"--- from {logs[0]}\n{causes.excerpt(logs[0])}"
         )
-
-
-def _configure(spec: StackSpec, info: StackInfo) -> dict[Role, tuple[dict[str, Any], Any]]:
-    """Ask the subject once for each role; the same answer serves every server of the role."""
-    if spec.subject is None:
-        return {}
-    configured = {}
-    for role, _ in spec.topology.counts:
-        part = "ec_both" if role is Role.AGGREGATED else ec_role(role)
-        if part is None:
-            continue
-        config = dict(spec.subject.connector_config(part, info))
-        if not config.get("ec_connector"):
-            raise UsageError(
-                f"the subject's connector_config({part!r}, …) names no `ec_connector`: return the JSON of --ec-transfer-config"
-            )
-        config["ec_role"] = part
-        configured[role] = (config, spec.subject.launch(part, info))
-    return configured
 
 
 def _recorded_ec(config: Mapping[str, Any]) -> dict[str, Any]:

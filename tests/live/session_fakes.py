@@ -31,11 +31,17 @@ def completion(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class FakeServer:
-    """One server (or proxy). `status` is what a completion is answered with; `killed_by_request`: the next request ends it."""
+    """One server (or proxy). `status` is what a completion is answered with; `killed_by_request`: the next request ends it.
+
+    `requests` and `ids` are what was asked, with `X-Request-Id`; `busy` is what its metrics say, None where it has none.
+    """
 
     def __init__(self, process: Process, port: int, environment: Mapping[str, str]) -> None:
         self.process = process
         self.requests: list[tuple[str, dict[str, Any]]] = []
+        self.ids: list[str] = []
+        self.busy: int | None = 0
+        self.health = 200
         self.status = 200
         self.killed_by_request = False
         self._journal = environment.get(DIRECTORY)
@@ -45,10 +51,17 @@ class FakeServer:
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
-                self.answer(200, {"data": [{"id": SERVED_NAME}]})
+                if self.path == "/metrics":
+                    lines = [f'vllm:num_requests_{what}{{engine="0"}} {fake.busy}.0' for what in ("running", "waiting")]
+                    self.send("\n".join(["# HELP vllm:num_requests_running", *lines] if fake.busy is not None else []))
+                elif self.path == "/health":
+                    self.answer(fake.health, {})
+                else:
+                    self.answer(200, {"data": [{"id": SERVED_NAME}]})
 
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or b"{}")
+                fake.ids.append(self.headers.get("X-Request-Id", ""))
                 fake.requests.append((self.path, body))
                 if fake.killed_by_request:
                     fake.die(-11)
@@ -60,11 +73,13 @@ class FakeServer:
                     self.answer(200 if self.path == "/reset_encoder_cache" else 404, {"error": "no"})
 
             def answer(self, status: int, data: Any) -> None:
-                text = json.dumps(data).encode()
+                self.send(json.dumps(data), status)
+
+            def send(self, text: str, status: int = 200) -> None:
                 self.send_response(status)
-                self.send_header("Content-Length", str(len(text)))
+                self.send_header("Content-Length", str(len(text.encode())))
                 self.end_headers()
-                self.wfile.write(text)
+                self.wfile.write(text.encode())
 
             def log_message(self, *args: Any) -> None: ...
 

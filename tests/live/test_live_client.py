@@ -20,6 +20,7 @@ from epd_conformance.oracle.answers import NO_IDS, Answer
 from epd_conformance.oracle.baselines import BaselineAnswers
 from epd_conformance.plans.plan import Draw, Plan, Request, lengthen, replace_images
 from epd_conformance.topology.spec import Role
+from epd_conformance.topology.stack import SERVED_NAME
 
 REQUEST = Draw(0, "client").request("a label", Draw(0, "client").image())
 
@@ -251,7 +252,10 @@ class TestStream:
 def fake_stack(url: str, folder: Path) -> Any:
     decode = SimpleNamespace(name="decode-0")
     return SimpleNamespace(
-        base_url=url, journal=Journal(folder), of=lambda role: [decode] if role is Role.DECODE else []
+        base_url=url,
+        journal=Journal(folder),
+        of=lambda role: [decode] if role is Role.DECODE else [],
+        served_name=SERVED_NAME,
     )
 
 

@@ -16,7 +16,7 @@ from epd_conformance.live import http, session
 from epd_conformance.live.baseline import FLOOR_PROMPTS, REPETITIONS
 from epd_conformance.live.case import Case
 from epd_conformance.live.session import LiveSession, PlannedCell, relevant, roles_of
-from epd_conformance.oracle.judges import CellEvidence
+from epd_conformance.oracle.cell import CellEvidence
 from epd_conformance.plans.plan import Draw, Plan, replace_images
 from epd_conformance.run import Options, Run
 from epd_conformance.subject import ReferenceSubject

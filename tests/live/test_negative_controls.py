@@ -56,11 +56,15 @@ def verdict(result: dict[str, Any], name: str) -> tuple[str, str]:
 def test_connector_off_is_inconclusive(tmp_path: Path) -> None:
     name = cell("EPD-TOK-002", "e-pd", "img1")
     warm = cell("EPD-XFER-001", "e-pd", "img3")
-    result = run(tmp_path / "o", "e-pd", [name, warm], subject="planted.subjects:Off")
+    faults = [cell("EPD-ERR-001", "e-pd", "deleted"), cell("EPD-INTEG-002", "e-pd", "replaced")]
+    result = run(tmp_path / "o", "e-pd", [name, warm, *faults], subject="planted.subjects:Off")
     assert verdict(result, name) == ("inconclusive", "local-encode")
     assert verdict(result, warm) == ("inconclusive", "local-encode")
     assert tokens_equal(tmp_path / "o", result["cells"][name])
     assert result["cells"][name]["evidence"]["localEncodes"] == 1
+    for fault in faults:
+        assert verdict(result, fault) == ("inconclusive", "twin: local-encode"), "it survives by encoding everything"
+    assert [fault["metByVictim"] for fault in result["report"]["faults"]] == [0, 0]
     assert result["exit"] == 3
 
 
