@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import signal
@@ -16,8 +17,7 @@ from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
-from rich.console import Console
-from rich.table import Table
+from rich.console import Console, RenderableType
 
 import epd_conformance
 from epd_conformance import catalogue as catalogues
@@ -38,7 +38,7 @@ models_app = typer.Typer(help="The zoo of tiny models that are made by code.", n
 app.add_typer(models_app, name="models")
 
 SubjectOption = Annotated[
-    str, typer.Option("--subject", help="reference, vllm-example, an entry point, or module:Class")
+    str, typer.Option("--subject", help="reference, vllm-example, an entry point, module:Class, or file.toml")
 ]
 ModelOption = Annotated[str, typer.Option("--model", help="a zoo name, a folder, or a Hugging Face id")]
 DeviceOption = Annotated[str, typer.Option("--device", help="cpu or cuda")]
@@ -79,7 +79,7 @@ def _root(
 
 @app.command()
 def run(
-    subject: SubjectOption,
+    subject: SubjectOption = "",
     profile: Annotated[str, typer.Option(help="aggregated, e-pd, e-p-d, all, or sizes such as 2e-1pd")] = "e-pd",
     level: Annotated[ConformanceLevel, typer.Option(help="core: the path works and answers are equal")] = (
         ConformanceLevel.FULL
@@ -89,21 +89,43 @@ def run(
     dtype: DtypeOption = "",
     mode: Annotated[Mode, typer.Option(help="certify accepts nothing but the whole expected set")] = Mode.DEVELOP,
     out: Annotated[Path | None, typer.Option(help="folder for report, evidence and logs (default: runs/…)")] = None,
-    seed: Annotated[int, typer.Option(help="draws the contents of every cell")] = 0,
+    seed: Annotated[
+        int | None, typer.Option(help="draws the contents of every cell (default: 0; with --attach a new one)")
+    ] = None,
     boot: BootOption = "",
+    attach: Annotated[
+        Path | None, typer.Option(help="TOML file: run against servers that something else started")
+    ] = None,
     cell: Annotated[list[str] | None, typer.Option(help="run only this cell (may be repeated)")] = None,
     keyword: Annotated[str, typer.Option("-k", help="run only tests that match, as in pytest (develop mode)")] = "",
+    known: Annotated[
+        Path | None, typer.Option(help="TOML file of known deviations, waivers and flaky cells (develop mode)")
+    ] = None,
     memory_wait: WaitOption = 600.0,
+    workers: Annotated[
+        int, typer.Option("--workers", "-n", min=0, help="processes that share the topologies (needs pytest-xdist)")
+    ] = 0,
+    junitxml: Annotated[Path | None, typer.Option(help="also write the results as JUnit XML")] = None,
+    alluredir: Annotated[Path | None, typer.Option(help="also write Allure results (needs allure-pytest)")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Run the suites against a subject, print the verdicts and write the report."""
     from epd_conformance.report import render_text
     from epd_conformance.report.writer import REPORT_NAME
 
-    arguments = ["--subject", subject, "--profile", profile, "--level", level, "--device", device, "--model", model]
-    arguments += ["--mode", mode, "--seed", str(seed), "--memory-wait", str(memory_wait)]
-    for option, value in (("--dtype", dtype), ("--boot", boot), ("--out", str(out) if out else ""), ("-k", keyword)):
+    if not subject and attach is None:
+        raise UsageError("a run needs a subject: add --subject reference (or your own), or --attach")
+    arguments = ["--profile", profile, "--level", level, "--device", device, "--model", model]
+    arguments += ["--mode", mode, "--memory-wait", str(memory_wait)]
+    arguments += ["--seed", str(seed)] if seed is not None else []
+    for option, value in (("--subject", subject), ("--dtype", dtype), ("--boot", boot), ("-k", keyword)):
         arguments += [option, value] if value else []
+    for option, path in (("--out", out), ("--attach", attach), ("--known", known), ("--junitxml", junitxml)):
+        arguments += [option, str(path)] if path else []
+    if workers:
+        arguments += [*_plugin("xdist", "pytest-xdist", "--workers"), "-n", str(workers)]
+    if alluredir is not None:
+        arguments += [*_plugin("allure_pytest", "allure-pytest", "--alluredir"), "--alluredir", str(alluredir)]
     for wanted in cell or ():
         arguments += ["--cell", wanted]
     keep = _pytest(arguments)
@@ -120,6 +142,13 @@ def run(
         # Who reads only the first line (`| head -1`) must not turn the exit code into 1, "nonconformant".
         sys.stdout = open(os.devnull, "w")  # noqa: PTH123, SIM115
     raise typer.Exit(keep.code)
+
+
+def _plugin(name: str, package: str, option: str) -> list[str]:
+    """The arguments that load a pytest plug-in, which a run does not do by itself. Raises UsageError where it is missing."""
+    if importlib.util.find_spec(name) is None:
+        raise UsageError(f"{option} needs the package {package}: pip install {package}")
+    return ["-p", name]
 
 
 class _Keep:
@@ -186,57 +215,82 @@ def list_(
     area: Annotated[str, typer.Option(help="only this area, such as TOK")] = "",
     owner: Annotated[str, typer.Option(help="only this owner: connector, engine or proxy")] = "",
     topology: Annotated[str, typer.Option(help="only what applies to this topology")] = "",
+    status: Annotated[str, typer.Option(help="only active ones (with a test) or planned ones")] = "",
+    level: Annotated[str, typer.Option(help="only MUST, SHOULD or MAY")] = "",
+    layer: Annotated[str, typer.Option(help="only this layer of testing: contract, scheduler or live")] = "",
+    feature: Annotated[str, typer.Option(help="only what is asked of subjects with this feature")] = "",
     features: Annotated[bool, typer.Option("--features", help="list the features a subject may declare")] = False,
     cells: Annotated[bool, typer.Option("--cells", help="list the cells of a profile")] = False,
+    not_testable: Annotated[
+        bool, typer.Option("--not-testable", help="list what no test of this suite can show, and why")
+    ] = False,
     subject: SubjectOption = "reference",
     profile: Annotated[str, typer.Option(help="the profile whose cells are listed")] = "all",
     as_json: JsonOption = False,
 ) -> None:
-    """List requirements, features or cells. Needs no vLLM."""
-    found = [
-        item
-        for item in catalogues.load()
-        if (not area or item.area == area.upper())
-        and (not owner or item.owner == owner)
-        and (not topology or topology in item.topologies)
-    ]
-    if not found:
-        raise UsageError("no requirement matches: `epd-conformance list` without options shows all of them")
+    """List requirements, features, cells, or what cannot be tested. Needs no vLLM."""
+    from epd_conformance import listing
+
+    wanted = {
+        "area": area,
+        "owner": owner,
+        "topology": topology,
+        "status": status,
+        "level": level,
+        "layer": layer,
+        "feature": feature,
+    }
+    if features + cells + not_testable > 1:
+        raise UsageError("--features, --cells and --not-testable are three lists: ask for one at a time")
+    if (features or not_testable) and any(wanted.values()):
+        chosen = next(name for name, value in wanted.items() if value)
+        raise UsageError(f"--{chosen} chooses requirements, and this is another list: leave it out")
+    catalogue = catalogues.load()
+    rows: list[Any]
+    shown: RenderableType | None
     if features:
-        rows = [{"feature": str(feature), "description": feature.description} for feature in Feature]
+        rows = [{"feature": str(one), "description": one.description} for one in Feature]
+        shown = listing.features()
+    elif not_testable:
+        untestable = catalogues.not_testable()
+        rows = [item.model_dump(mode="json") for item in untestable]
+        shown = listing.not_testable(untestable)
     elif cells:
+        found = {item.id for item in listing.choose(catalogue, **wanted)}
         keep = _pytest(["--subject", subject, "--profile", profile, "--collect-only"])
         if keep.run is None:
             raise typer.Exit(2)
-        wanted = {item.id for item in found}
         rows = [
             {"cell": cell.id}
             for cell in keep.run.collected
-            if cell.requirement in wanted and (not topology or cell.pair[1] == topology)
+            if cell.requirement in found and (not topology or cell.pair[1] == topology.lower())
         ]
+        shown = None
     else:
-        rows = [
-            {"id": item.id, "level": str(item.level), "owner": str(item.owner), "status": str(item.status)}
-            | {"topologies": ", ".join(item.topologies), "sentence": item.sentence}
-            for item in found
-        ]
-        if as_json:
-            print(json.dumps([item.model_dump(mode="json") for item in found], indent=2))
-            return
+        some = listing.choose(catalogue, **wanted)
+        rows = [item.model_dump(mode="json") for item in some]
+        shown = listing.requirements(some)
     if as_json:
         print(json.dumps(rows, indent=2))
-        return
-    if cells and not features:
-        # Plain lines: a table would cut an id off where the terminal is narrower.
+    elif shown is None:
+        # Plain lines: an id is there to be copied, and must not be folded where the terminal is narrower.
         print("\n".join(row["cell"] for row in rows))
-        return
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for name in rows[0]:
-        table.add_column(name, overflow="fold", no_wrap=name in ("id", "feature"))
-    for row in rows:
-        table.add_row(*row.values())
-    # Without markup: cell ids hold brackets.
-    Console(highlight=False, markup=False).print(table)
+    else:
+        Console(highlight=False).print(shown)
+
+
+@app.command("check-subject")
+def check_subject(
+    subject: Annotated[str, typer.Argument(help="as --subject of run: a name, module:Class, or file.toml")],
+    as_json: JsonOption = False,
+) -> None:
+    """Lint a subject in seconds, without booting a server: configuration, connector class, features, probe."""
+    from epd_conformance import check_subject as checks
+
+    lines = checks.check(subject)
+    text = "\n".join(line.text() for line in lines)
+    print(json.dumps([line.to_json() for line in lines], indent=2) if as_json else text)
+    raise typer.Exit(checks.exit_code(lines))
 
 
 @app.command()
@@ -261,9 +315,81 @@ def verify(
     """Compute a run's verdicts again from its raw evidence, and hold its report against them."""
     from epd_conformance.report.verify import verify as check
 
+    # It imports the suites, which may lie in read-only site-packages.
+    sys.dont_write_bytecode = True
     found = check(directory)
     print(json.dumps(found.to_json(), indent=2) if as_json else "\n".join(found.lines()))
     raise typer.Exit(0 if found.ok else 1)
+
+
+@app.command()
+def replay(
+    plan: Annotated[Path, typer.Argument(help="a cell's evidence: cells/*.json in the folder of a run")],
+    subject: Annotated[str, typer.Option(help="as in run (default: the run's)")] = "",
+    device: Annotated[str, typer.Option(help="cpu or cuda (default: the run's)")] = "",
+    model: Annotated[str, typer.Option(help="as in run (default: the run's)")] = "",
+    dtype: Annotated[str, typer.Option(help="as in run (default: the run's)")] = "",
+    boot: Annotated[str, typer.Option(help="fork (CPU only, fast) or plain (default: the run's)")] = "",
+    seed: Annotated[int | None, typer.Option(help="draws the noise floor's prompts (default: the run's)")] = None,
+    out: Annotated[Path | None, typer.Option(help="folder for evidence and logs (default: runs/…)")] = None,
+    repeat: Annotated[int, typer.Option(help="carry it out so often: is it flaky, or broken?")] = 1,
+    restart: Annotated[bool, typer.Option("--restart", help="start the servers again before each repetition")] = False,
+    memory_wait: WaitOption = 600.0,
+    as_json: JsonOption = False,
+) -> None:
+    """Carry out one cell's plan again, as it stands in the evidence, and judge it anew: 0 pass, 1 fail, 3 neither."""
+    from dataclasses import replace
+
+    from epd_conformance import replay as replays
+
+    recorded = replays.read(plan)
+    options = replace(recorded.options, out=out, memory_wait_s=memory_wait)
+    if device and device != options.device:
+        # What the run had fitted its own device.
+        options = replace(options, device=device, dtype="", boot="")
+    options = replace(
+        options,
+        subject=subject or options.subject,
+        model=model or options.model,
+        dtype=dtype or options.dtype,
+        boot=boot or options.boot,
+        seed=options.seed if seed is None else seed,
+    )
+    signal.signal(signal.SIGTERM, _interrupt)
+
+    def say(line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
+    folder, results = replays.replay(recorded, options, repeat=repeat, restart=restart, say=say)
+    if as_json:
+        print(json.dumps(replays.to_json(recorded, folder, results), indent=2))
+    else:
+        print("\n".join(replays.lines(recorded, folder, results)))
+    raise typer.Exit(replays.exit_code(replays.worst(results)))
+
+
+@app.command()
+def compare(
+    old: Annotated[Path, typer.Argument(help="the folder of a run, or its report.json")],
+    new: Annotated[Path, typer.Argument(help="the same of a later run, or of another connector's")],
+    as_json: JsonOption = False,
+    as_markdown: Annotated[bool, typer.Option("--markdown", help="print Markdown")] = False,
+) -> None:
+    """Say what changed between two runs, cell by cell; exit code 1 if something got worse."""
+    from epd_conformance.report import render_compare
+    from epd_conformance.report.compare import compare as compared
+    from epd_conformance.report.writer import read_report
+
+    if as_json and as_markdown:
+        raise UsageError("--json and --markdown are two formats: ask for one")
+    found = compared(read_report(old), read_report(new))
+    if as_json:
+        print(json.dumps(found.to_json(), indent=2))
+    elif as_markdown:
+        print(render_compare.markdown(found), end="")
+    else:
+        render_compare.print_comparison(found)
+    raise typer.Exit(1 if found.regressions else 0)
 
 
 @app.command()

@@ -13,20 +13,22 @@ import signal
 import sys
 import threading
 from collections.abc import Generator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from epd_conformance import parallel, reporters
 from epd_conformance.catalogue import ConformanceLevel
 from epd_conformance.errors import UsageError
 from epd_conformance.live.case import MARK, Case
 from epd_conformance.live.session import PlannedCell
-from epd_conformance.oracle.judges import Judgement
-from epd_conformance.progress import Progress
+from epd_conformance.oracle.cell import Judgement
+from epd_conformance.progress import Progress, Relay
 from epd_conformance.report import render_text, schema
-from epd_conformance.run import Options, Planted, Run, result_code
-from epd_conformance.verdict import Mode, Verdict
+from epd_conformance.run import Options, Planted, Run, default_seed, result_code
+from epd_conformance.verdict import EXCUSED, Mode, Verdict
 
 RUN = pytest.StashKey[Run]()
 PLANTED = pytest.StashKey[Planted]()
@@ -36,6 +38,8 @@ REPORT = pytest.StashKey[schema.Report]()
 COMPLAINT = pytest.StashKey[str]()
 # Whoever handled SIGTERM before the run.
 HANDLER = pytest.StashKey[Any]()
+CONTROLLER = pytest.StashKey[parallel.Controller]()
+RECORD = pytest.StashKey[schema.CellRecord]()
 
 
 def _asked(config: pytest.Config) -> bool:
@@ -44,7 +48,7 @@ def _asked(config: pytest.Config) -> bool:
     # Not known yet where the plug-in is handed to pytest.main itself.
     with contextlib.suppress(ValueError):
         words += config.getini("addopts")
-    return any(str(word).partition("=")[0] in ("--subject", "-h", "--help") for word in words)
+    return any(str(word).partition("=")[0] in ("--subject", "--attach", "-h", "--help") for word in words)
 
 
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
@@ -52,7 +56,9 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
     if config is None or not _asked(config):
         return
     group = parser.getgroup("epd-conformance", "certify a vLLM EC connector")
-    group.addoption("--subject", help="what to certify: reference, vllm-example, an entry point, or module:Class")
+    group.addoption(
+        "--subject", help="what to certify: reference, vllm-example, an entry point, module:Class, or file.toml"
+    )
     group.addoption("--profile", default="e-pd", help="aggregated, e-pd, e-p-d, all, or sizes such as 2e-1pd")
     group.addoption("--level", default="full", choices=[str(level) for level in ConformanceLevel])
     group.addoption("--device", default="cpu", help="cpu or cuda")
@@ -60,19 +66,30 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
     group.addoption("--dtype", default="", help="float32 on cpu and the model's own on cuda, unless given")
     group.addoption("--mode", default="develop", choices=[str(mode) for mode in Mode])
     group.addoption("--out", default=None, help="folder for report, evidence and logs (default: a new one in runs/)")
-    group.addoption("--seed", default=0, type=int, help="draws the contents of every cell")
+    group.addoption("--seed", default=None, type=int, help="draws every cell's contents (0; with --attach a new one)")
+    group.addoption("--attach", default=None, help="TOML file: run against servers that something else started")
     group.addoption("--boot", default="", help="how servers start: fork (CPU only, fast) or plain")
     group.addoption("--cell", action="append", default=[], help="run only this cell (may be repeated)")
+    group.addoption("--known", default=None, help="TOML file: known deviations, waivers, flaky cells (develop mode)")
     group.addoption("--memory-wait", default=600.0, type=float, help="seconds to wait for memory that others hold")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """`--clean-alluredir` is for the controller: each worker would empty the folder again, of the others' results too."""
+    if parallel.INPUT in getattr(config, "workerinput", {}):
+        config.option.clean_alluredir = False
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", f"{MARK}(id, cases): the requirement that a suite's test is for")
-    if config.getoption("--subject", None) is None:
+    attach = config.getoption("--attach", None)
+    if config.getoption("--subject", None) is None and attach is None:
         return
     option = config.getoption
+    attach = Path(attach) if attach else None
     options = Options(
-        subject=option("--subject"),
+        subject=option("--subject") or "",
         profile=option("--profile"),
         level=ConformanceLevel(option("--level")),
         device=option("--device"),
@@ -80,21 +97,39 @@ def pytest_configure(config: pytest.Config) -> None:
         dtype=option("--dtype"),
         mode=Mode(option("--mode")),
         out=Path(option("--out")) if option("--out") else None,
-        seed=option("--seed"),
+        seed=option("--seed") if option("--seed") is not None else default_seed(attach),
         boot=option("--boot"),
         cells=tuple(option("--cell")),
         memory_wait_s=option("--memory-wait"),
+        known=Path(option("--known")) if option("--known") else None,
+        attach=attach,
+        junit=Path(option("xmlpath")) if option("xmlpath", None) else None,
+        allure=Path(option("allure_report_dir")) if option("allure_report_dir", None) else None,
     )
-    if hasattr(config, "workerinput") or getattr(config.option, "numprocesses", None):
-        raise pytest.UsageError("the cells of a run share servers: leave out -n")
     if options.mode is Mode.CERTIFY and (option("keyword") or option("markexpr") or option("maxfail")):
         raise pytest.UsageError("--mode certify runs everything: leave out -k, -m, -x and --maxfail")
+    share = parallel.share_of(config)
+    if share is not None:
+        # The controller's: where none is given it may be a new one in each process.
+        options = replace(options, seed=share.start.run.seed)
     try:
-        run = Run(options, planted=config.stash.get(PLANTED, Planted()), progress=Progress())
+        hands_out = parallel.controls(config)
+        progress = Progress() if share is None else Relay(share.progress)
+        run = Run(options, planted=config.stash.get(PLANTED, Planted()), progress=progress, share=share)
     except UsageError as error:
         raise pytest.UsageError(str(error)) from None
     config.stash[RUN] = run
     config.pluginmanager.register(_Interrupts(run))
+    if options.allure is not None and not hands_out and not config.option.collectonly:
+        from epd_conformance.reporters import allure
+
+        config.pluginmanager.register(allure.Tests(run, RECORD, _planned))
+    if hands_out:
+        config.stash[CONTROLLER] = parallel.Controller(run)
+        config.pluginmanager.register(config.stash[CONTROLLER])
+    if share is not None:
+        parallel.Interruptible()
+        return
 
     # A run that is told to end (a CI's time limit) must leave a report and no process behind, as with Ctrl-C.
     def end(*_: object) -> None:
@@ -182,21 +217,24 @@ def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config
 def pytest_runtestloop(session: pytest.Session) -> None:
     """Begin the progress display; collection may still have failed before."""
     run = session.config.stash.get(RUN, None)
-    if run is not None and not session.config.getoption("collectonly"):
+    if run is not None and run.share is None and not session.config.getoption("collectonly"):
         run.progress.__enter__()
 
 
 class CellUnderTest:
     """What a suite's test gets: `check()` runs the cell and asserts its verdict."""
 
-    def __init__(self, run: Run, planned: PlannedCell) -> None:
+    def __init__(self, run: Run, planned: PlannedCell, item: pytest.Item) -> None:
         self._run = run
+        self._item = item
         self.planned = planned
         self.record: schema.CellRecord | None = None
 
     def check(self) -> None:
-        """Run the cell, write down its verdict, and fail the test unless it is `pass`."""
-        self.record = self._run.carry_out(self.planned)
+        """Run the cell, write down its verdict, and fail the test unless it is `pass`; an excused cell is an expected failure."""
+        self.record = self._item.stash[RECORD] = self._run.carry_out(self.planned)
+        if self.record.verdict in EXCUSED:
+            pytest.xfail(f"{self.record.verdict}: {self.record.reason}\n{self.record.message}")
         if self.record.verdict is not Verdict.PASS:
             pytest.fail(f"{self.record.verdict}: {self.record.reason}\n{self.record.message}", pytrace=False)
 
@@ -205,7 +243,7 @@ class CellUnderTest:
 def cell(request: pytest.FixtureRequest) -> Generator[CellUnderTest, None, None]:
     """One cell of a suite. A test that ends without having judged it, or breaks, makes the cell `error`."""
     run = request.config.stash[RUN]
-    under_test = CellUnderTest(run, request.param)
+    under_test = CellUnderTest(run, request.param, request.node)
     try:
         yield under_test
     finally:
@@ -213,7 +251,7 @@ def cell(request: pytest.FixtureRequest) -> Generator[CellUnderTest, None, None]
             judgement = Judgement(
                 Verdict.ERROR, reason="harness", expected="the test judges its cell", observed="it did not"
             )
-            run.record(request.param, judgement, 0.0)
+            request.node.stash[RECORD] = run.record(request.param, judgement, 0.0)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -229,12 +267,17 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
         pytest.exit(str(error), returncode=2)
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> None:
-    if call.when == "call" and (planned := _planned(item)) is not None:
-        requirement_id = planned.id.partition("[")[0]
-        item.user_properties.append(("requirement", requirement_id))
-        item.user_properties.append(("cell", planned.id))
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Every report of a test says which cell it is, and its verdict as soon as it has one: for JUnit and the controller."""
+    run = item.config.stash.get(RUN, None)
+    if run is not None and (planned := _planned(item)) is not None:
+        facts = run.facts(planned)
+        if (record := item.stash.get(RECORD, None)) is not None:
+            facts |= {"verdict": str(record.verdict), "reason": record.reason, "seconds": f"{record.duration_s:.3f}"}
+        item.user_properties[:] = [pair for pair in item.user_properties if pair[0] not in facts]
+        item.user_properties += facts.items()
+    return (yield)
 
 
 class _Interrupts:
@@ -256,13 +299,25 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     run = session.config.stash.get(RUN, None)
     if run is None:
         return
+    controller = session.config.stash.get(CONTROLLER, None)
+    if controller is not None:
+        controller.close()
     run.progress.__exit__(None, None, None)
     if run.refused or not hasattr(run, "chosen"):
         run.close()
         return
     if exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED) and not run.interrupted:
         run.interrupted = f"pytest ended with status {int(exitstatus)}"
+    run.end()
+    if run.share is not None:
+        session.config.workeroutput[parallel.DECLINED] = run.declined  # type: ignore[attr-defined]  # pytest-xdist's
+        return
+    if controller is not None and (refusal := controller.refusal()):
+        print(f"error: {refusal}", file=sys.stderr)
+        session.exitstatus = 2
+        return
     report = run.finish()
+    reporters.complete(run, report)
     session.config.stash[REPORT] = report
     session.exitstatus = result_code(report)
 

@@ -12,13 +12,14 @@ import json
 import os
 import platform
 import re
+import secrets
 import shlex
 import sys
 import time
 import traceback
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -26,25 +27,32 @@ from typing import Any
 import requests
 
 import epd_conformance
+from epd_conformance import attachment as attachments
 from epd_conformance import catalogue as catalogues
+from epd_conformance import deviations, observations, release
 from epd_conformance import subject as subjects
+from epd_conformance.attachment import AttachedSubject, Attachment
 from epd_conformance.catalogue import Catalogue, ConformanceLevel, EnvironmentClass, ExpectedCell, Requirement, cell_id
+from epd_conformance.configuration import Configurations
+from epd_conformance.connectors.journal import Journal
 from epd_conformance.errors import StackError, UsageError
-from epd_conformance.live import http
+from epd_conformance.live import attached, http
 from epd_conformance.live.case import Case
 from epd_conformance.live.layout import Layout
 from epd_conformance.live.session import LiveSession, PlannedCell, write_evidence
 from epd_conformance.models import zoo
-from epd_conformance.oracle import judges
+from epd_conformance.oracle import fault_judges, judges
 from epd_conformance.oracle.baselines import BaselineAnswers
-from epd_conformance.oracle.judges import Judgement
+from epd_conformance.oracle.cell import Judgement
+from epd_conformance.parallel import Share
 from epd_conformance.progress import Progress
-from epd_conformance.report import schema, writer
+from epd_conformance.report import merge, schema, writer
 from epd_conformance.report.failure import failure_text
 from epd_conformance.runtime import doctor, vllm_info
+from epd_conformance.topology import claims
 from epd_conformance.topology.launcher import Boot
 from epd_conformance.topology.spec import Topology
-from epd_conformance.topology.stack import ModelUse, Site, Stack
+from epd_conformance.topology.stack import AnySite, ModelUse, Site, Stack
 from epd_conformance.verdict import Mode, Verdict, exit_code
 
 PROFILES: dict[str, tuple[str, ...]] = {
@@ -59,7 +67,7 @@ MEDIA_LIMITS = {"image": 4}
 
 @dataclass(frozen=True)
 class Options:
-    """What was asked for on the command line."""
+    """What was asked for on the command line. `attach` names an attachment file; `subject` may be empty then."""
 
     subject: str
     profile: str = "e-pd"
@@ -69,10 +77,14 @@ class Options:
     dtype: str = ""
     mode: Mode = Mode.DEVELOP
     out: Path | None = None
-    seed: int = 0
+    seed: int = schema.CERTIFY_SEED
     boot: str = ""
     cells: tuple[str, ...] = ()
     memory_wait_s: float = 600.0
+    known: Path | None = None
+    attach: Path | None = None
+    junit: Path | None = None
+    allure: Path | None = None
 
     def how(self) -> Boot:
         """How servers start on the device: forked on CPU, plainly on GPU, unless asked for. Raises UsageError."""
@@ -92,6 +104,40 @@ class Options:
             raise UsageError(f"no profile {self.profile!r}: use {', '.join(PROFILES)}, or sizes ({error})") from None
 
 
+def default_seed(attach: Path | None) -> int:
+    """The seed where none is given: 0; a new one against attached servers, which may still hold the items of a run before."""
+    return schema.CERTIFY_SEED if attach is None else secrets.randbelow(2**31)
+
+
+def attached_options(options: Options, attachment: Attachment) -> Options:
+    """The options with what the attachment says. Raises UsageError for one that it leaves nothing to say about."""
+    if options.mode is Mode.CERTIFY:
+        raise UsageError(
+            "--attach cannot certify: model digest, flags and patches of attached servers are not the harness's to pin; "
+            "leave out --mode certify"
+        )
+    for name, value in (("profile", attachment.topology.name), ("model", attachment.model)):
+        if getattr(options, name) not in (value, _DEFAULTS[name]):
+            raise UsageError(f"the attachment says what --{name} is ({value}): leave the option out")
+    for name in ("device", "dtype", "boot"):
+        if getattr(options, name) != _DEFAULTS[name]:
+            raise UsageError(f"--{name} says how servers are started, and attached ones run already: leave it out")
+    if options.subject and attachment.subject is not None:
+        raise UsageError("the attachment has a [subject] table: leave out --subject, or the table")
+    described = attachment.subject
+    if not options.subject and described is None:
+        raise UsageError("--attach needs to know whose connector runs: add a [subject] table, or --subject")
+    return replace(
+        options,
+        profile=attachment.topology.name,
+        model=attachment.model,
+        subject=options.subject or (described.project if described is not None else ""),
+    )
+
+
+_DEFAULTS = {item.name: item.default for item in fields(Options)}
+
+
 @dataclass
 class Planted:
     """Defects that the harness' own tests plant around the subject; a run for anybody else has none."""
@@ -109,16 +155,31 @@ class Run:
     options: Options
     planted: Planted = field(default_factory=Planted)
     progress: Progress = field(default_factory=Progress)
+    share: Share | None = None
+    """What this process has to do as a worker of a parallel run; None where it does everything, or hands it out."""
 
     def __post_init__(self) -> None:
+        self.attachment: Attachment | None = None
+        described = None
+        if self.options.attach is not None:
+            self.attachment = attachments.load(self.options.attach)
+            described = self.attachment.subject
+            self.options = attached_options(self.options, self.attachment)
+        elif not self.options.subject:
+            raise UsageError("a run needs a subject: add --subject reference (or your own)")
         options = self.options
         self.topologies = options.topologies()
         self.catalogue: Catalogue = catalogues.load()
-        self.subject = subjects.load(options.subject)
+        self.subject = AttachedSubject(described) if described is not None else subjects.load(options.subject)
         self.boot = options.how()
-        if options.mode is Mode.CERTIFY and (options.cells or options.level is not ConformanceLevel.FULL):
-            raise UsageError("--mode certify runs everything: leave out --cell, -k and --level core")
+        self.suite_digest = suite_digest()
+        self.modified = release.modified(Path(__file__).parent, self.suite_digest)
+        if options.mode is Mode.CERTIFY:
+            self._refuse_in_certify()
+        self.known = deviations.read(options.known) if options.known is not None else ()
         self.environment_class = EnvironmentClass.CUDA if options.device == "cuda" else EnvironmentClass.CPU_V1
+        if self.attachment is not None:
+            self.environment_class = self.attachment.environment_class
         self.selection = self.catalogue.select(
             topologies={Topology.parse(name).kind for name in self.topologies},
             environment=self.environment_class,
@@ -131,11 +192,36 @@ class Run:
         self.judged = 0
         self.interrupted = ""
         self.refused = ""
-        self._site: Site | None = None
+        self.declined = ""
+        """Why this worker could not begin: said by the controller, where no other worker could either."""
+        self._turn: claims.Turn | None = None
+        self._admitted = ""
+        self._site: AnySite | None = None
+        self._attached: attached.Found | None = None
         self._session: LiveSession | None = None
+        self._configurations = Configurations(strict=options.mode is Mode.CERTIFY, warn=self._warn)
+        self._configured: set[tuple[str, str]] = set()
+        self._warned: set[str] = set()
         self._flags: dict[str, tuple[str, ...]] = {}
         self._devices: set[str] = set()
         self._backends: set[str] = set()
+
+    def _refuse_in_certify(self) -> None:
+        """A certificate is the same for everybody: nothing is left out, excused, or drawn until it fits. Raises UsageError."""
+        options = self.options
+        if options.cells or options.level is not ConformanceLevel.FULL:
+            raise UsageError("--mode certify runs everything: leave out --cell, -k and --level core")
+        if options.known is not None:
+            raise UsageError("--mode certify excuses nothing: leave out --known, or use --mode develop")
+        if options.seed != schema.CERTIFY_SEED:
+            raise UsageError(
+                f"--mode certify draws from seed {schema.CERTIFY_SEED}: leave out --seed, or use --mode develop"
+            )
+        if self.modified:
+            raise UsageError(
+                "the suite of this installation is not the one that was released as "
+                f"{epd_conformance.__version__}: install it anew, or use --mode develop"
+            )
 
     # -- what runs -----------------------------------------------------------------------------------------------------
 
@@ -168,67 +254,91 @@ class Run:
             )
         if not chosen:
             raise UsageError("no cell matches the selection: `epd-conformance list --cells` shows them")
-        self.vllm = vllm_info.require()
-        doctor.preflight(self.vllm)
-        self.model = model_use(options)
-        self.out = fresh_folder(options.out, options.subject)
-        self.log = writer.ResultsLog(self.out / writer.RESULTS_NAME)
-        implementation = self.subject.implementation
-        self.log.append(
-            schema.RunStart(
-                suite=schema.SuiteInfo(
-                    version=epd_conformance.__version__, digest=suite_digest(), catalogue=self.catalogue.digest()
-                ),
-                run=schema.RunInfo(
-                    id=uuid.uuid4().hex,
-                    mode=options.mode,
-                    profile=options.profile,
-                    level=options.level,
-                    seed=options.seed,
-                    command=(Path(sys.argv[0]).name, *sys.argv[1:]),
-                    started=datetime.now(UTC),
-                ),
-                subject=schema.SubjectInfo(
-                    name=options.subject,
-                    implementation=schema.ImplementationInfo(
-                        organization=implementation.organization,
-                        project=implementation.project,
-                        version=implementation.version,
-                        url=implementation.url,
-                        contact=implementation.contact,
-                    ),
-                    features=tuple(sorted(str(feature) for feature in self.subject.features)),
-                ),
-                environment_class=self.environment_class,
+        if self.attachment is not None:
+            self._attached = attached.look(self.attachment)
+            # A name is all that is known of it.
+            self.model = ModelUse(self.attachment.model, self.attachment.model, "", MEDIA_LIMITS, local=False)
+        else:
+            self.vllm = vllm_info.require()
+            doctor.preflight(self.vllm)
+            self.model = model_use(options)
+        if options.mode is Mode.CERTIFY and not self.model.digest:
+            raise UsageError(
+                f"--mode certify names the model by its digest, and that of {options.model} is not known: "
+                "give a zoo name or a folder"
             )
+        self.expected = schema.ExpectedSet(
+            cells=tuple(schema.ExpectedRecord.of(cell) for cell in expected),
+            not_verified=tuple(
+                schema.NotVerifiedRecord(kind=gap.kind, requirement=gap.requirement, detail=gap.detail)
+                for gap in self.selection.not_verified
+            ),
         )
+        if (share := self.share) is not None:
+            if (self.expected, tuple(chosen)) != (share.expected, share.chosen):
+                raise UsageError(f"worker {share.worker} collected other cells than its controller: run without -n")
+            self.out, self.start = share.folder, share.start
+            self.log = writer.ResultsLog(merge.worker_results(self.out, share.worker))
+            cores = len(os.sched_getaffinity(0))
+            self._turn = claims.Turn(share.progress.parent, claims.topologies_at_once(options.device, cores))
+        else:
+            self.out = fresh_folder(options.out, options.subject, options.allure)
+            self.log = writer.ResultsLog(self.out / writer.RESULTS_NAME)
+            self.start = self._start()
+        self.log.append(self.start)
         self.log.append(self._environment())
-        self.log.append(
-            schema.ExpectedSet(
-                cells=tuple(schema.ExpectedRecord.of(cell) for cell in expected),
-                not_verified=tuple(
-                    schema.NotVerifiedRecord(kind=gap.kind, requirement=gap.requirement, detail=gap.detail)
-                    for gap in self.selection.not_verified
-                ),
-            )
-        )
+        self.log.append(self.expected)
         self.chosen = [self.planned[cell] for cell in chosen]
         for cell in self.chosen:
             self.progress.expect(cell.topology)
+        if self.share is None:
+            ids = [cell.id for cell in self.expected.cells]
+            for entry in self.known:
+                # They make the run incomplete in the end: nobody should have to wait for that.
+                if problem := deviations.early_problem(entry, ids, self.start.day):
+                    self.progress.say(f"warning: {deviations.title(entry)}: {problem}")
+
+    def _start(self) -> schema.RunStart:
+        options = self.options
+        implementation = self.subject.implementation
+        return schema.RunStart(
+            suite=schema.SuiteInfo(
+                version=epd_conformance.__version__,
+                digest=self.suite_digest,
+                catalogue=self.catalogue.digest(),
+                modified=self.modified,
+            ),
+            run=schema.RunInfo(
+                id=uuid.uuid4().hex,
+                mode=options.mode,
+                profile=options.profile,
+                level=options.level,
+                seed=options.seed,
+                command=(Path(sys.argv[0]).name, *sys.argv[1:]),
+                started=datetime.now(UTC),
+            ),
+            subject=schema.SubjectInfo(
+                name=options.subject,
+                implementation=schema.ImplementationInfo(
+                    organization=implementation.organization,
+                    project=implementation.project,
+                    version=implementation.version,
+                    url=implementation.url,
+                    contact=implementation.contact,
+                ),
+                features=tuple(sorted(str(feature) for feature in self.subject.features)),
+            ),
+            environment_class=self.environment_class,
+            results=schema.Results(junit=_located(options.junit, self.out), allure=_located(options.allure, self.out)),
+            known_deviations=self.known,
+        )
 
     # -- running -------------------------------------------------------------------------------------------------------
 
     def session(self) -> LiveSession:
         """The live session; made, with its processes, when the first cell asks for it."""
         if self._session is None:
-            site = Site(
-                self.out,
-                self.model,
-                device=self.options.device,
-                boot=self.boot,
-                say=self.progress.say,
-                memory_wait_s=self.options.memory_wait_s,
-            )
+            site = self._make_site()
             # A site that cannot be entered has closed itself.
             self._site = site.__enter__()
             self._session = LiveSession(
@@ -239,18 +349,35 @@ class Run:
                 cells=self.chosen,
                 say=self.progress.say,
                 on_floor=self._floor,
-                on_boot=self._learn,
+                # Of attached servers everything that can be learned is known by now.
+                on_boot=self._learn if self._attached is None else lambda: None,
                 recorder=self.planted.recorder,
                 stages=self.planted.stages,
                 salted=self.planted.salted,
             )
         return self._session
 
+    def _make_site(self) -> AnySite:
+        if self._attached is not None:
+            return attached.AttachedSite(self.out, self._attached, say=self.progress.say)
+        return Site(
+            self.out,
+            self.model,
+            device=self.options.device,
+            boot=self.boot,
+            say=self.progress.say,
+            memory_wait_s=self.options.memory_wait_s,
+            configurations=self._configurations,
+        )
+
     def carry_out(self, cell: PlannedCell) -> schema.CellRecord:
         """Run one cell, judge it, and write the result down. Raises UsageError where nothing of the run can work."""
         began = time.monotonic()
+        if self._attached is not None and (refusal := self._attached.given.refusal(cell.case.judge)) is not None:
+            return self.record(cell, refusal, 0.0)
         artifacts: list[str] = []
         try:
+            self._wait_for_turn(cell.topology)
             session = self.session()
             stage = session.stage(cell.topology)
             if self.planted.before_cell is not None:
@@ -260,6 +387,8 @@ class Run:
             artifacts.append(write_evidence(self.out, evidence).relative_to(self.out).as_posix())
             artifacts += Layout(stage.topology).paths(stage.stack.spec.name)
             judgement = judges.judge(evidence)
+            if (fault := fault_judges.fault_record(evidence)) is not None:
+                self.log.append(fault)
             if judgement.verdict is not Verdict.PASS:
                 # It only explains: a capture that breaks (a full disk) must not hide a proven failure.
                 with contextlib.suppress(Exception):
@@ -267,7 +396,10 @@ class Run:
         except (StackError, UsageError) as error:
             usage = isinstance(error, UsageError)
             if usage and not self.judged:
-                raise
+                if self.share is None:
+                    raise
+                # Other workers may have begun: the run goes on, as it does where a later topology cannot be had.
+                self.declined = str(error)
             judgement = Judgement(
                 Verdict.ERROR,
                 reason="usage" if usage else "stack",
@@ -285,12 +417,25 @@ class Run:
             artifacts.append("logs")
         return self.record(cell, judgement, time.monotonic() - began, artifacts)
 
+    def _wait_for_turn(self, topology: str) -> None:
+        """As a worker: have servers only when it is this one's turn, and for one topology at a time."""
+        if self._turn is None or topology == self._admitted:
+            return
+        if self._session is not None:
+            self._session.end_stage()
+        self._turn.release()
+        self._turn.take(self.progress.say)
+        self._admitted = topology
+
     def record(
         self, cell: PlannedCell, judgement: Judgement, seconds: float, artifacts: Sequence[str] = ()
     ) -> schema.CellRecord:
-        """Write one cell's result to the results file and to the progress display."""
+        """Write one cell's result, as the run's lists leave it, to the results file and to the progress display."""
         requirement_id = cell.id.partition("[")[0]
         reproduce = self.reproduce(cell)
+        known = self.start.known_deviations
+        text = deviations.words(judgement.reason, judgement.observed, judgement.divergence)
+        decision = deviations.decide(known, cell.id, judgement.verdict, text, self.start.day)
         message = ""
         if judgement.verdict is not Verdict.PASS:
             message = failure_text(
@@ -304,16 +449,20 @@ class Run:
                 reproduce=reproduce,
                 artifacts=[str(self.out / path) for path in artifacts],
             )
+            message = "\n".join([message, *deviations.remarks(known, cell.id, decision)])
         record = schema.CellRecord(
             id=cell.id,
             requirement=requirement_id,
             topology=cell.topology,
             model=self.label,
             case=cell.case.name,
-            verdict=judgement.verdict,
+            verdict=decision.verdict,
             reason=judgement.reason,
             blame=judgement.blame,
+            excused=decision.excused,
+            excused_by=decision.by,
             rung=judgement.rung,
+            observed="" if judgement.verdict is Verdict.PASS else judgement.observed,
             message=message,
             evidence=judgement.evidence,
             duration_s=round(seconds, 3),
@@ -325,22 +474,48 @@ class Run:
         self.progress.cell_done(cell.id, cell.topology, record.verdict, record.reason, seconds)
         return record
 
+    def facts(self, cell: PlannedCell) -> dict[str, str]:
+        """What reports of other kinds (JUnit) say of a cell, beside its verdict."""
+        requirement = self.catalogue[cell.id.partition("[")[0]]
+        return {
+            "requirement": requirement.id,
+            "level": str(requirement.level),
+            "owner": str(requirement.owner),
+            "topology": cell.topology,
+            "cell": cell.id,
+        }
+
     def reproduce(self, cell: PlannedCell) -> str:
         """The command that runs this cell again."""
         options = self.options
+        if (attachment := self.attachment) is not None:
+            words = ["epd-conformance", "run", "--attach", str(options.attach)]
+            words += ["--subject", options.subject] if attachment.subject is None else []
+            return shlex.join([*words, "--seed", str(options.seed), "--cell", cell.id])
         words = ["epd-conformance", "run", "--subject", options.subject, "--profile", cell.topology]
         words += ["--model", options.model, "--device", options.device, "--seed", str(options.seed)]
         words += ["--dtype", options.dtype] if options.dtype else []
         words += ["--boot", options.boot] if options.boot else []
         return shlex.join([*words, "--cell", cell.id])
 
-    def finish(self) -> schema.Report:
-        """End every process, then write the report. Cells that never ran stand in it as could-not-run."""
+    def end(self) -> None:
+        """End every process, then the results: as a controller, with those of the workers in them."""
         self.close()
-        self.log.append(
-            schema.RunEnd(finished=datetime.now(UTC), interrupted=bool(self.interrupted), reason=self.interrupted)
-        )
+        if self.share is None:
+            # A worker that ends early would not see what the others' servers still write.
+            journals = [Journal(folder).read() for folder in sorted(self.out.glob(observations.JOURNALS))]
+            for text in observations.warnings(self.subject.features, journals):
+                self._warn(text)
+        end = schema.RunEnd(finished=datetime.now(UTC), interrupted=bool(self.interrupted), reason=self.interrupted)
+        workers = self.share is None and any((self.out / merge.WORKERS).glob("*.ndjson"))
+        if not workers:
+            self.log.append(end)
         self.log.close()
+        if workers:
+            merge.merge(self.out, end)
+
+    def finish(self) -> schema.Report:
+        """Write the report of a run that has ended. Cells that never ran stand in it as could-not-run."""
         results = writer.read_results(self.out / writer.RESULTS_NAME)
         return writer.write_report(self.out, writer.build_report(results, self.catalogue))
 
@@ -349,16 +524,50 @@ class Run:
         site, self._site, self._session = self._site, None, None
         if site is not None:
             site.close()
+        if self._turn is not None:
+            self._turn.release()
 
     # -- evidence ------------------------------------------------------------------------------------------------------
 
     def _floor(self, baseline: BaselineAnswers) -> None:
         self.log.append(baseline.line(self.model.name))
 
+    def _warn(self, text: str) -> None:
+        """Say something about the subject, once, now and in the report."""
+        if text not in self._warned:
+            self._warned.add(text)
+            self.progress.say(f"warning: {text}")
+            self.log.append(schema.WarningRecord(text=text))
+
+    def _learn_subject(self, site: AnySite) -> None:
+        """Write down what the subject configured for the stacks that were booted, and hold what it declares against them.
+
+        Raises UsageError for a declared feature that is contradicted: every cell of it would judge what is not there.
+        """
+        new = [one for one in self._configurations if (one.topology, one.role) not in self._configured]
+        for one in new:
+            self._configured.add((one.topology, one.role))
+            self.log.append(schema.ConfigurationRecord(topology=one.topology, role=one.role, **one.normal))
+        booted = {one.topology for one in new}
+        for stack in site.stacks:
+            if stack.spec.subject is None or stack.info is None or stack.spec.topology.name not in booted:
+                continue
+            try:
+                probe = self.subject.probe(stack.info)
+            except Exception as error:  # a subject's own code may raise anything
+                raise UsageError(f"the subject's probe raised {type(error).__name__} ({error}): mend it") from error
+            hooks = observations.hooks_seen(stack.journal.read())
+            for finding in observations.features(self.subject.features, hooks=hooks, probe=probe):
+                if finding.state is observations.State.FAIL:
+                    raise UsageError(f"the feature {finding.feature} is {finding.words}: {finding.mend}")
+                if finding.state is observations.State.WARN:
+                    self._warn(f"{finding.feature}: {finding.words}")
+
     def _learn(self) -> None:
         """Write the environment again when servers were started with flags that it does not hold yet."""
         site = self._site
         assert site is not None, "called after a boot"
+        self._learn_subject(site)
         known = dict(self._flags)
         for stack in site.stacks:
             for server in stack.servers:
@@ -368,7 +577,9 @@ class Run:
         if self._flags != known:
             self.log.append(self._environment(site))
 
-    def _environment(self, site: Site | None = None) -> schema.EnvironmentInfo:
+    def _environment(self, site: AnySite | None = None) -> schema.EnvironmentInfo:
+        if self._attached is not None:
+            return self._attached.environment()
         patches = site.patches() if site is not None else []
         return schema.EnvironmentInfo(
             vllm_version=self.vllm.version,
@@ -460,15 +671,26 @@ def _listing(folder: Path) -> list[dict[str, Any]]:
     return found
 
 
-def fresh_folder(out: Path | None, subject: str) -> Path:
-    """The run's folder, new or empty: two runs in one folder would mix their evidence."""
+def _located(path: Path | None, out: Path) -> str | None:
+    """How a report names a file or folder: relative to its own folder where it lies there."""
+    if path is None:
+        return None
+    whole = path.resolve()
+    return whole.relative_to(out).as_posix() if whole.is_relative_to(out) else str(whole)
+
+
+def fresh_folder(out: Path | None, subject: str, made: Path | None = None) -> Path:
+    """The run's folder, new or empty: two runs in one folder would mix their evidence.
+
+    `made`: what may lie there, since another plug-in has made it for this very run.
+    """
     if out is None:
         name = "".join(letter if letter.isalnum() or letter in "-_." else "-" for letter in subject)
         out = Path("runs") / f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{name}-{uuid.uuid4().hex[:4]}"
     out = out.resolve()
     try:
         out.mkdir(parents=True, exist_ok=True)
-        taken = any(out.iterdir())
+        taken = any(path != (made.resolve() if made else None) for path in out.iterdir())
     except OSError as error:
         raise UsageError(f"the folder {out} cannot be used for --out ({error.strerror}): choose another") from error
     if taken:
@@ -497,21 +719,8 @@ def suites_folder() -> Path:
 
 
 def suite_digest() -> str:
-    """`sha256:<hex>` over the suites and the whole package (names and contents): what a certificate was made with."""
-    digest = hashlib.sha256()
-    folder = suites_folder()
-    files = [(path.relative_to(folder).as_posix(), path) for path in folder.rglob("*.py")]
-    package = Path(__file__).parent
-    files += [
-        (f"epd_conformance/{path.relative_to(package).as_posix()}", path)
-        for pattern in ("*.py", "*.toml")
-        for path in package.rglob(pattern)
-        if not path.is_relative_to(folder)
-    ]
-    for name, path in sorted(files):
-        content = path.read_bytes()
-        digest.update(f"{name}\0{len(content)}\0".encode() + content)
-    return "sha256:" + digest.hexdigest()
+    """The digest of the suite of this installation, see `release.digest`."""
+    return release.digest(Path(__file__).parent, suites_folder())
 
 
 def result_code(report: schema.Report) -> int:

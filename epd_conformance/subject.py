@@ -16,8 +16,11 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
+from epd_conformance.connectors.probes import ExampleStoreProbe, VerifiedStoreProbe
 from epd_conformance.errors import UsageError
+from epd_conformance.faults.fault import Fault
 from epd_conformance.features import Feature
+from epd_conformance.probe import StoreProbe
 
 ENTRY_POINTS = "epd_conformance.subjects"
 
@@ -75,6 +78,14 @@ class Subject(ABC):
         """Arguments and environment that the connector needs beyond its configuration; `role` as in `connector_config`."""
         return LaunchOptions()
 
+    def probe(self, stack: StackInfo) -> StoreProbe | None:
+        """How the harness reaches this stack's store past the connector; needed for the feature `store_probe`."""
+        return None
+
+    def faults(self, stack: StackInfo) -> Mapping[str, Fault]:
+        """The subject's own way to do a kind of damage, by kind, where writing bytes through the probe is not enough."""
+        return {}
+
 
 class ReferenceSubject(Subject):
     """The connector of this project: a file store whose objects are verified before they are promised."""
@@ -89,6 +100,7 @@ class ReferenceSubject(Subject):
             Feature.MULTI_PRODUCER,
             Feature.MULTI_CONSUMER,
             Feature.PERSISTENT_STORE,
+            Feature.STORE_PROBE,
         }
     )
 
@@ -98,6 +110,14 @@ class ReferenceSubject(Subject):
             "ec_connector_module_path": "epd_conformance.connectors.verified_store",
             "ec_connector_extra_config": {"root": str(stack.store)},
         }
+
+    def probe(self, stack: StackInfo) -> StoreProbe:
+        return VerifiedStoreProbe(stack.store)
+
+
+def vllm_example_probe(stack: StackInfo) -> StoreProbe:
+    """The probe of `vllm-example`, in the form that a TOML subject names."""
+    return ExampleStoreProbe(stack.store)
 
 
 class VllmExampleSubject(Subject):
@@ -117,6 +137,7 @@ class VllmExampleSubject(Subject):
             Feature.MULTI_PRODUCER,
             Feature.MULTI_CONSUMER,
             Feature.PERSISTENT_STORE,
+            Feature.STORE_PROBE,
         }
     )
 
@@ -126,17 +147,25 @@ class VllmExampleSubject(Subject):
             "ec_connector_extra_config": {"shared_storage_path": str(stack.store)},
         }
 
+    def probe(self, stack: StackInfo) -> StoreProbe:
+        return vllm_example_probe(stack)
+
 
 BUILT_IN: dict[str, type[Subject]] = {"reference": ReferenceSubject, "vllm-example": VllmExampleSubject}
 
 
 def load(name: str) -> Subject:
-    """The subject that `--subject` names: a built-in, an entry point, or `module:Class` (or `module:object`).
+    """The subject that `--subject` names: a built-in, a TOML file, an entry point, or `module:Class` (or `module:object`).
 
     Raises UsageError, with one sentence, when there is none such or it does not follow the interface.
     """
     if name in BUILT_IN:
         return BUILT_IN[name]()
+    if name.endswith(".toml"):
+        # Not above: it describes a Subject.
+        from epd_conformance import subject_toml
+
+        return subject_toml.read(Path(name))
     found = {point.name: point for point in entry_points(group=ENTRY_POINTS)}
     if name in found:
         try:
@@ -145,22 +174,34 @@ def load(name: str) -> Subject:
             raise UsageError(
                 f"the entry point {name!r} does not load ({error}): mend the package that has it"
             ) from error
+    if not all(name.partition(":")):
+        known = ", ".join(sorted({*BUILT_IN, *found}))
+        raise UsageError(
+            f"no subject is called {name!r}: known are {known}; or give module:Class, or a file that ends in .toml"
+        )
+    return _check(name, imported(name, "--subject"))
+
+
+def imported(name: str, where: str) -> Any:
+    """What `module:attribute` names. `where` is the option or key that names it, for the message.
+
+    Raises UsageError where the form is another, the module does not import, or it has no such attribute.
+    """
     module, separator, attribute = name.partition(":")
     if not separator or not module or not attribute:
-        known = ", ".join(sorted({*BUILT_IN, *found}))
-        raise UsageError(f"no subject is called {name!r}: known are {known}; or give module:Class")
-    # As `python -m` does: a subject beside the caller needs no installation.
+        raise UsageError(f"{where} names {name!r}: write it as module:Class")
+    # As `python -m` does: a module beside the caller needs no installation.
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     try:
         loaded = importlib.import_module(module)
     except Exception as error:  # a module's own code may raise anything
         raise UsageError(
-            f"the subject's module {module!r} does not import ({error}): install it or correct its name"
+            f"{where}: the module {module!r} does not import ({error}): install it or correct its name"
         ) from error
     if not hasattr(loaded, attribute):
-        raise UsageError(f"the module {module!r} has no {attribute!r}: correct the name after the colon in --subject")
-    return _check(name, getattr(loaded, attribute))
+        raise UsageError(f"{where}: the module {module!r} has no {attribute!r}: correct the name after the colon")
+    return getattr(loaded, attribute)
 
 
 def _check(name: str, found: Any) -> Subject:

@@ -3,6 +3,7 @@ colour."""
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Literal
 
 from rich.console import Console, Group, RenderableType
@@ -10,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from epd_conformance.catalogue.model import TOPOLOGIES, topology_kind
-from epd_conformance.report.schema import CellRecord, Report, RequirementRecord
+from epd_conformance.report.schema import CellRecord, DeviationKind, Report, RequirementRecord
 from epd_conformance.verdict import Mode, Outcome, Owner, Verdict, worst
 
 # What a CI log and a quoted mail hold without folding a line; a wider terminal is used.
@@ -54,6 +55,8 @@ def summary_lines(report: Report) -> list[str]:
     lines.append(f"cells: {counts['expected']} expected, {counts['executed']} ran: {', '.join(words)}")
     if run.mode is Mode.DEVELOP:
         lines.append("a develop run is no certificate; run again with --mode certify for one")
+    if report.environment.details.get("attached") is True:
+        lines.append("the servers were attached: what flags, patches and weights they run is not known here")
     if report.environment.patches:
         names = ", ".join(patch.name for patch in report.environment.patches)
         lines.append(f"patched in the servers: {names}")
@@ -63,7 +66,20 @@ def summary_lines(report: Report) -> list[str]:
             kinds.setdefault(gap.kind, set()).add(gap.requirement)
         parts = [f"{len(ids)} {kind}" for kind, ids in sorted(kinds.items())]
         lines.append(f"not verified: {', '.join(parts)}")
+    lines += _flaky_lines(report)
     lines += [f"warning: {warning}" for warning in report.warnings]
+    return lines
+
+
+def _flaky_lines(report: Report) -> list[str]:
+    """The cells that the run's list calls flaky, with the verdicts that they have all the same; one line an entry."""
+    verdicts = {cell.id: cell.verdict for item in report.requirements for cell in item.cells}
+    lines = []
+    for entry in report.known_deviations:
+        if entry.kind is DeviationKind.FLAKY:
+            counts = Counter(verdicts[cell] for cell in entry.cells)
+            found = ", ".join(f"{count} {verdict}" for verdict, count in counts.items()) or "no cell of this run"
+            lines.append(f"known flaky: {entry.pattern} ({entry.issue}): {found}")
     return lines
 
 
@@ -108,6 +124,8 @@ def not_passed(report: Report) -> list[CellRecord]:
 def cell_text(cell: CellRecord, sentence: str) -> Text:
     """What a cell that did not pass has to say: its verdict, reason and blame, then its message."""
     head = f"{cell.verdict}: {cell.reason}" if cell.reason else str(cell.verdict)
+    if cell.excused:
+        head += f" (by the evidence: {cell.excused})"
     if cell.blame:
         head += f" (points at: {cell.blame})"
     text = Text.assemble((head, STYLES[cell.verdict]), "  ", cell.id)

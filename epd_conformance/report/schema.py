@@ -6,7 +6,11 @@ in other languages (`json_schema`, `export_json_schema`), and a test keeps the t
 
 from __future__ import annotations
 
+import hashlib
 import json
+from collections.abc import Sequence
+from datetime import UTC, date
+from enum import StrEnum
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Final, Literal
 
@@ -20,6 +24,7 @@ from epd_conformance.catalogue.model import (
     EnvironmentClass,
 )
 from epd_conformance.catalogue.selection import ExpectedCell, NotVerifiedKind
+from epd_conformance.report.redact import redact
 from epd_conformance.verdict import Level, Mode, Outcome, Owner, Verdict
 
 SCHEMA_ID: Final = "epd-conformance/report/v1"
@@ -28,6 +33,9 @@ SCHEMA_FILE = Path(__file__).with_name("report-v1.schema.json")
 # Rule 5 of a fair comparison: on fewer stable prompts than these, equality says nothing about the subject.
 MIN_ADMITTED = 8
 MIN_ADMITTED_SHARE = 0.8
+
+# What every certificate's contents are drawn from: with a seed of one's own one could try until a run comes out well.
+CERTIFY_SEED = 0
 
 TopologyName = Annotated[str, Field(pattern=SIZED_TOPOLOGY_PATTERN)]
 RequirementId = Annotated[str, Field(pattern=ID_PATTERN)]
@@ -75,8 +83,14 @@ class CellRecord(Model):
     """Short and stable, such as `local-encode` or `kv-recompute`; what `inconclusive: …` goes on with."""
     blame: Owner | None = None
     """Who a failure points at, where that is not the requirement's owner."""
+    excused: Verdict | None = None
+    """What the evidence gave, where the run's lists made `known-failing` or `waived` of it."""
+    excused_by: tuple[Count, ...] = ()
+    """The places, in `knownDeviations`, of the entries that did."""
     rung: str | None = None
     """The rung of the oracle ladder that failed, such as `digest` or `tokens`."""
+    observed: str = ""
+    """What was seen instead of what the requirement asks for; empty for a pass."""
     message: str = ""
     """The whole text for a person; see `report.failure.failure_text`."""
     evidence: Evidence = Evidence()
@@ -104,12 +118,16 @@ class Artifact(Model):
 
 
 class SuiteInfo(Model):
-    """Which suite this was. `digest` covers its files, `catalogue` is `Catalogue.digest()`."""
+    """Which suite this was. `digest` covers its files, `catalogue` is `Catalogue.digest()`.
+
+    `modified`: whether its files are others than those that were released; None where nothing says what they were, as in a
+    checkout.
+    """
 
     version: str
     digest: str = ""
     catalogue: str
-    modified: bool = False
+    modified: bool | None = None
 
 
 class RunInfo(Model):
@@ -136,13 +154,77 @@ class ImplementationInfo(Model):
     contact: str = ""
 
 
+class ConfigurationRecord(Model):
+    """What the subject gave for one role in one topology, as it was first asked.
+
+    Paths and ports of the stack stand there as placeholders such as `{store}` and `{port:encode-0}`; secrets are redacted.
+    """
+
+    topology: TopologyName
+    role: Annotated[str, Field(pattern=r"^ec_(producer|consumer|both)$")]
+    config: dict[str, JsonValue]
+    arguments: tuple[str, ...] = ()
+    environment: dict[str, str] = {}
+
+
+def config_digest(configurations: Sequence[ConfigurationRecord]) -> str:
+    """`sha256:<hex>` over the configurations as they stand in a report, sorted; empty where there are none.
+
+    Over what is shown and nothing else: anybody can compute it again, and no secret can be guessed from it. So two
+    configurations that differ only in a secret have the same digest.
+    """
+    if not configurations:
+        return ""
+    texts = sorted(json.dumps(redact(one.to_disk()), sort_keys=True, separators=(",", ":")) for one in configurations)
+    return "sha256:" + hashlib.sha256("\n".join(texts).encode()).hexdigest()
+
+
 class SubjectInfo(Model):
-    """What was certified. `config_digest` covers the configuration that it gave for every role and stack."""
+    """What was certified. `config_digest` is that of `configurations`; both are known only when the stacks have been booted."""
 
     name: str
     implementation: ImplementationInfo = ImplementationInfo()
     features: tuple[str, ...] = ()
     config_digest: str = ""
+    configurations: tuple[ConfigurationRecord, ...] = ()
+
+
+class WarningRecord(Model):
+    """Something about the subject that a reader of the report has to know, and that is no verdict."""
+
+    text: str
+
+
+class Results(Model):
+    """Where the raw results lie: relative to the report's directory, or absolute where they lie outside of it."""
+
+    ndjson: str = "results.ndjson"
+    junit: str | None = None
+    allure: str | None = None
+
+
+class DeviationKind(StrEnum):
+    """Which of the three lists an entry stands in: the name of its table in the file."""
+
+    KNOWN = "known"
+    WAIVER = "waiver"
+    FLAKY = "flaky"
+
+
+class KnownDeviation(Model):
+    """One entry of the lists that a develop run was given; `epd_conformance.deviations` says what each does.
+
+    `pattern` names cells, `message` is the expression that a known failure's words must hold, `reason` why a cell is waived,
+    `expires` the last day on which the entry counts.
+    """
+
+    kind: DeviationKind
+    pattern: str
+    message: str = ""
+    reason: str = ""
+    issue: str
+    expires: date | None = None
+    note: str = ""
 
 
 class RunStart(Model):
@@ -152,6 +234,14 @@ class RunStart(Model):
     run: RunInfo
     subject: SubjectInfo
     environment_class: EnvironmentClass
+    results: Results = Results()
+    known_deviations: tuple[KnownDeviation, ...] = ()
+    """The lists as they were given. A worker of a parallel run gets this whole record, so all judge by the same ones."""
+
+    @property
+    def day(self) -> date:
+        """The day (UTC) that decides which entries of the lists have expired."""
+        return self.run.started.astimezone(UTC).date()
 
 
 class ModelInfo(Model):
@@ -268,13 +358,11 @@ class RunEnd(Model):
     reason: str = ""
 
 
-class KnownDeviation(Model):
-    """A failure that was declared beforehand (develop mode only)."""
+class KnownDeviationRecord(KnownDeviation):
+    """An entry, the cells that it covers, and what is wrong with it: each problem makes the run incomplete."""
 
-    pattern: str
-    message: str
-    issue: str
-    expires: str
+    cells: tuple[str, ...] = ()
+    problems: tuple[str, ...] = ()
 
 
 class RequirementRecord(Model):
@@ -287,14 +375,6 @@ class RequirementRecord(Model):
     level: Level
     verdict: Verdict
     cells: tuple[CellRecord, ...]
-
-
-class Results(Model):
-    """Where the raw results lie, relative to the report's directory."""
-
-    ndjson: str = "results.ndjson"
-    junit: str | None = None
-    allure: str | None = None
 
 
 class Report(Model):
@@ -320,7 +400,7 @@ class Report(Model):
     not_verified: tuple[NotVerifiedRecord, ...] = ()
     requirements: tuple[RequirementRecord, ...] = ()
     faults: tuple[FaultRecord, ...] = ()
-    known_deviations: tuple[KnownDeviation, ...] = ()
+    known_deviations: tuple[KnownDeviationRecord, ...] = ()
     results: Results = Results()
     artifacts: tuple[Artifact, ...] = ()
     previous: str | None = None

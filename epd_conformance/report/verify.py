@@ -19,12 +19,16 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from jsonschema import Draft202012Validator
 from pydantic import ValidationError
 
+from epd_conformance import deviations, observations
+from epd_conformance.attachment import ATTACHED, NOT_JOURNALLED
 from epd_conformance.catalogue import cell_id
+from epd_conformance.connectors.journal import Journal
 from epd_conformance.errors import UsageError
-from epd_conformance.oracle import judges, transport
+from epd_conformance.features import Feature
+from epd_conformance.oracle import fault_judges, judges, transport
 from epd_conformance.oracle.baselines import FOLDER as BASELINE
 from epd_conformance.oracle.baselines import BaselineAnswers
-from epd_conformance.oracle.judges import CellEvidence, Judgement
+from epd_conformance.oracle.cell import CellEvidence, Judgement
 from epd_conformance.oracle.transport import Roles
 from epd_conformance.report import schema, verify_journal
 from epd_conformance.report.redact import redact
@@ -48,6 +52,8 @@ E = TypeVar("E", CellEvidence, BaselineAnswers)
 
 # How a verdict `error` comes about where there is nothing to judge: the test or the servers broke.
 WITHOUT_EVIDENCE = frozenset({"harness", "stack", "usage"})
+# How a cell against attached servers is left out: it claims nothing, so there is nothing to compute again.
+REFUSALS = frozenset({(Verdict.COULD_NOT_RUN, ATTACHED), (Verdict.INCONCLUSIVE, NOT_JOURNALLED)})
 # Each difference between two reports is a problem of its own, but a report of another run differs everywhere.
 MOST_DIFFERENCES = 10
 # Between the wall clock that says when a request was sent and the monotonic one that says how long it took.
@@ -154,6 +160,7 @@ class _Check:
             starts, self.expected = results.all(schema.RunStart), results.all(schema.ExpectedSet)
             self.records, self.floors = results.all(CellRecord), results.all(schema.NoiseFloor)
             self.ends = results.all(schema.RunEnd)
+            self.environments = results.all(schema.EnvironmentInfo)
         except UsageError as error:
             self._say(Kind.SCHEMA, RESULTS_NAME, str(error))
             return self._done(None)
@@ -161,6 +168,7 @@ class _Check:
             self._say(Kind.SCHEMA, RESULTS_NAME, f"holds {len(starts)} runs where it must hold one")
             return self._done(None)
         (self.start,) = starts
+        self.attached = any(environment.details.get("attached") is True for environment in self.environments)
         same_suite = self._suite()
         self._rebuilt(results, report, raw, same_suite)
         # Another version's catalogue and cases say nothing about what this run had to show.
@@ -171,8 +179,11 @@ class _Check:
         self._leftovers()
         with self._whole(Kind.EVIDENCE, "cells"):
             self._times()
+            self._faults(results.all(schema.FaultRecord))
         for topology in dict.fromkeys(record.topology for record in self.records):
             self._topology(topology)
+        with self._whole(Kind.JOURNAL, "stacks"):
+            self._subject(results, report)
         if report is not None:
             self._artifacts(report)
         return self._done(self._outcome(results, report))
@@ -183,8 +194,9 @@ class _Check:
     def _done(self, outcome: Outcome | None) -> Verification:
         names = ("cells", "answers", "journal lines", "baseline answers", "artifacts")
         counts = {name: self.checked[name] for name in names}
-        if self.checked["errors without evidence"]:
-            counts["errors without evidence"] = self.checked["errors without evidence"]
+        for name in ("errors without evidence", "cells not carried out"):
+            if self.checked[name]:
+                counts[name] = self.checked[name]
         start: schema.RunStart | None = getattr(self, "start", None)
         claim = (start.subject.name, str(start.environment_class)) if start is not None else ("", "")
         return Verification(tuple(dict.fromkeys(self.problems)), counts, outcome, claim)
@@ -262,6 +274,25 @@ class _Check:
 
         return _changed(results, schema.RunStart, change)
 
+    def _subject(self, results: ResultLines, report: Report | None) -> None:
+        """What the journals say about the subject itself: who was configured, and what has to be warned of."""
+        if self.attached:
+            return  # nobody asked the subject for anything, and the journals lie elsewhere
+        told = {(one.topology, str(one.role)) for one in results.all(schema.ConfigurationRecord)}
+        for topology in dict.fromkeys(cell.topology for cell in self.evidence.values()):
+            for folder in self._journals(self.suite.layout(topology)):
+                events = Journal(self.directory / folder).read()
+                roles = {event["ec_role"] for event in events if event["ev"] == "init" and event.get("ec_role")}
+                for role in sorted(roles - {role for name, role in told if name == topology}):
+                    self._say(Kind.EVIDENCE, RESULTS_NAME, f"holds no configuration of {role} in {topology}, which ran")
+        if report is None or not self.ends:
+            return  # a run that crashed had no time to warn
+        declared = [Feature(name) for name in self.start.subject.features]
+        journals = [Journal(folder).read() for folder in sorted(self.directory.glob(observations.JOURNALS))]
+        for warning in observations.warnings(declared, journals):
+            if redact(warning) not in report.warnings:
+                self._say(Kind.REPORT, REPORT_NAME, f"the warning is missing: {warning}")
+
     # -- expected set ------------------------------------------------------------------------------------------------
 
     def _computed_set(self) -> schema.ExpectedSet | None:
@@ -297,14 +328,30 @@ class _Check:
                 self._say(Kind.EXPECTED, cell, f"has {times} results, and evidence for one")
             if cell not in wanted:
                 self._say(Kind.EXPECTED, cell, "has a result, and is not expected")
+        if self.start.run.mode is Mode.CERTIFY and self.attached:
+            self._say(Kind.EXPECTED, RESULTS_NAME, "a certificate of attached servers: nobody could pin what they run")
         if self.start.run.mode is Mode.CERTIFY:
             if self.start.run.level != "full":
                 self._say(
                     Kind.EXPECTED, RESULTS_NAME, f"a certificate of level {self.start.run.level}: certify takes full"
                 )
+            for words in self._not_pinned():
+                self._say(Kind.EXPECTED, RESULTS_NAME, words)
             if self.ends and not self.ends[-1].interrupted:
                 for cell in sorted(wanted.keys() - ran.keys()):
                     self._say(Kind.EXPECTED, cell, "has no result, in a certification that came to its end")
+
+    def _not_pinned(self) -> Iterator[str]:
+        """What a certification would have refused to start with."""
+        if self.start.run.seed != schema.CERTIFY_SEED:
+            yield f"a certificate of seed {self.start.run.seed}: certify takes {schema.CERTIFY_SEED}"
+        if self.start.known_deviations:
+            yield "a certificate with known deviations: certify excuses nothing"
+        if self.start.suite.modified:
+            yield "a certificate of a modified suite"
+        models = [model for environment in self.environments for model in environment.models]
+        if not models or not all(model.digest for model in models):
+            yield "a certificate without the digest of its model"
 
     # -- cells -------------------------------------------------------------------------------------------------------
 
@@ -321,6 +368,13 @@ class _Check:
         if not paths and record.verdict is Verdict.ERROR and record.reason in WITHOUT_EVIDENCE:
             self.checked["errors without evidence"] += 1
             return
+        if not paths and self._refused(record):
+            self.checked["cells not carried out"] += 1
+            judgement = self.judged[record.id] = Judgement(record.excused or record.verdict, record.reason)
+            if self._decided(record.id, judgement).verdict is not record.verdict:
+                words = f"is {record.verdict} in the result, and no list of the run excuses it"
+                self._say(Kind.VERDICT, record.id, words)
+            return
         if len(paths) != 1:
             self._say(Kind.EVIDENCE, record.id, f"the result says {record.verdict} and names no evidence of the cell")
             return
@@ -335,6 +389,10 @@ class _Check:
             self.evidence[record.id] = cell
             self.judged[record.id] = judgement
             self._compared(record, judgement)
+
+    def _refused(self, record: CellRecord) -> bool:
+        """Whether a cell was not carried out since its servers were attached, and nothing is claimed of it."""
+        return self.attached and (record.excused or record.verdict, record.reason) in REFUSALS
 
     def _bound(self, record: CellRecord, cell: CellEvidence, layout: Layout) -> CellEvidence:
         """The evidence with what it must not choose itself put right: judge, owner and roles."""
@@ -381,14 +439,15 @@ class _Check:
         return {}
 
     def _compared(self, record: CellRecord, judgement: Judgement) -> None:
-        verdict = judgement.verdict
-        if verdict is Verdict.FAIL and record.verdict is Verdict.KNOWN_FAILING:
-            verdict = Verdict.KNOWN_FAILING  # a failure that was declared beforehand is one all the same
+        decision = self._decided(record.id, judgement)
         pairs = [
-            ("verdict", record.verdict, verdict),
+            ("verdict", record.verdict, decision.verdict),
+            ("excused", record.excused, decision.excused),
+            ("excusedBy", list(record.excused_by), list(decision.by)),
             ("reason", record.reason, judgement.reason),
             ("rung", record.rung, judgement.rung),
             ("blame", record.blame, judgement.blame),
+            ("observed", record.observed, redact("" if judgement.verdict is Verdict.PASS else judgement.observed)),
             *(
                 (f"evidence.{name}", getattr(record.evidence, name), getattr(judgement.evidence, name))
                 for name in schema.Evidence.model_fields
@@ -402,6 +461,11 @@ class _Check:
                     record.id,
                     f"{name} is {_shown(said)} in the result, and the evidence gives {_shown(given)}{because}",
                 )
+
+    def _decided(self, cell: str, judgement: Judgement) -> deviations.Decision:
+        """The verdict that a cell has to have: the judge's, as the lists of the run leave it."""
+        text = deviations.words(judgement.reason, judgement.observed, judgement.divergence)
+        return deviations.decide(self.start.known_deviations, cell, judgement.verdict, text, self.start.day)
 
     def _leftovers(self) -> None:
         named = {path for record in self.records for path in record.artifacts}
@@ -417,7 +481,7 @@ class _Check:
         seen: dict[str, str] = {}
         previous: dict[str, tuple[str, float]] = {}
         for cell in self.evidence.values():
-            for answer in cell.answers:
+            for index, answer in enumerate(cell.answers):
                 if seen.setdefault(answer.request_id, cell.cell) is not cell.cell:
                     self._say(Kind.EVIDENCE, cell.cell, f"an answer of it is one of {seen[answer.request_id]}")
                 after, turn = previous.get(cell.topology, ("", began))
@@ -425,13 +489,24 @@ class _Check:
                     outside = f"before that to {after} had come" if after else "outside of the time of the run"
                     self._say(Kind.EVIDENCE, cell.cell, f"request {answer.label!r} was sent {outside}")
                 previous[cell.topology] = (cell.cell, answer.started + answer.seconds)
-                early = [
-                    event for event in cell.during if event["t"] < answer.started and _names(event, answer.request_id)
-                ]
-                if early:
+                # Where there is a fault, twin and victim are primed by hand, and sent when their objects are ready.
+                primed = cell.plan.fault is not None and index in fault_judges.PRIMED
+                if any(
+                    event["t"]
+                    < (turn - CLOCK_SLACK_S if primed and event["server"] in cell.roles.encode else answer.started)
+                    for event in cell.during
+                    if _names(event, answer.request_id)
+                ):
                     self._say(Kind.EVIDENCE, cell.cell, f"request {answer.label!r} is in a journal before it was sent")
 
     # -- journals and baselines --------------------------------------------------------------------------------------
+
+    def _faults(self, told: Sequence[schema.FaultRecord]) -> None:
+        """How often each fault was done and met, by the evidence, against what the results say."""
+        given = [record for cell in self.evidence.values() if (record := fault_judges.fault_record(cell)) is not None]
+        if _fault_counts(given) != _fault_counts(told):
+            words = f"the faults are {_fault_counts(told)}, and the evidence gives {_fault_counts(given)}"
+            self._say(Kind.EVIDENCE, RESULTS_NAME, words)
 
     def _topology(self, topology: str) -> None:
         cells = [cell for cell in self.evidence.values() if cell.topology == topology]
@@ -439,7 +514,12 @@ class _Check:
             return
         layout = self.suite.layout(topology)
         last = max((answer.started + answer.seconds for cell in cells for answer in cell.answers), default=0.0)
-        broken = any(record.topology == topology and record.id not in self.evidence for record in self.records)
+        broken = any(
+            record.topology == topology and record.id not in self.evidence and not self._refused(record)
+            for record in self.records
+        )
+        # Attached servers, and their journals, are older than the run.
+        began = self.start.run.started.timestamp() if self.attached else 0.0
         cut_short = not self.ends or self.ends[-1].interrupted
         ran = {cell.cell: self._journal_of(cell.cell, layout) for cell in cells}
         for folder in sorted({*self._journals(layout), *ran.values()}):
@@ -450,7 +530,10 @@ class _Check:
                 continue
             with self._whole(Kind.JOURNAL, folder):
                 for cell, words in verify_journal.compare(
-                    files, here, self.suite.relevant, lambda event: broken or (cut_short and event["t"] > last)
+                    files,
+                    here,
+                    self.suite.relevant,
+                    lambda event: broken or event["t"] < began or (cut_short and event["t"] > last),
                 ):
                     self._say(Kind.JOURNAL, cell or folder, words)
         path = f"{BASELINE}/{topology}.json"
@@ -640,10 +723,9 @@ class _Check:
                 # What nothing shows is no pass, whatever the line says.
                 good = data["verdict"] in (Verdict.PASS, Verdict.KNOWN_FAILING, Verdict.WAIVED)
                 return {**data, "verdict": str(Verdict.ERROR)} if good else data
-            if data["verdict"] == Verdict.KNOWN_FAILING and judgement.verdict is Verdict.FAIL:
-                return data
+            decision = self._decided(data["id"], judgement)
             blame = None if judgement.blame is None else str(judgement.blame)
-            return {**data, "verdict": str(judgement.verdict), "blame": blame}
+            return {**data, "verdict": str(decision.verdict), "excusedBy": list(decision.by), "blame": blame}
 
         whole = _changed(self._for_this_catalogue(results), CellRecord, change)
         if (wanted := self.wanted) is not None:
@@ -659,6 +741,15 @@ class _Check:
                 f"the outcome is {report.certified_outcome} there, and {truth.certified_outcome} by the evidence",
             )
         return truth.certified_outcome
+
+
+def _fault_counts(records: Iterable[schema.FaultRecord]) -> dict[str, tuple[int, int, int]]:
+    """By kind: injected, verified, met."""
+    counts: dict[str, tuple[int, int, int]] = {}
+    for record in records:
+        injected, verified, met = counts.get(record.kind, (0, 0, 0))
+        counts[record.kind] = (injected + record.injected, verified + record.verified, met + record.met_by_victim)
+    return counts
 
 
 def _changed(

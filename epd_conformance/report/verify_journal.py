@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from epd_conformance.connectors.journal import Journal, Mark
-from epd_conformance.oracle.judges import CellEvidence
+from epd_conformance.oracle.cell import CellEvidence
 
 Event = Mapping[str, Any]
 Relevant = Callable[[Sequence[Event], set[str]], list[Event]]

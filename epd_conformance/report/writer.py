@@ -2,9 +2,9 @@
 
 `results.ndjson` holds one object a line: `{"kind", "time", "data"}`. Kinds: `run` (`RunStart`), `environment`
 (`EnvironmentInfo`), `expected` (`ExpectedSet`), `noise` (`NoiseFloor`), `cell` (`CellRecord`), `fault`
-(`FaultRecord`), `end` (`RunEnd`), and `reopened` where a writer found a torn line and went on after it. Since
-nothing else goes into the report, a run that crashed can be reported as well: what never ran stands in it as
-`could-not-run`.
+(`FaultRecord`), `configuration` (`ConfigurationRecord`), `warning` (`WarningRecord`), `end` (`RunEnd`), and
+`reopened` where a writer found a torn line and went on after it. Since nothing else goes into the report, a run
+that crashed can be reported as well: what never ran stands in it as `could-not-run`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import json
 import os
 import tempfile
 import threading
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -22,26 +23,32 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
+from epd_conformance import deviations
 from epd_conformance.catalogue import Catalogue
 from epd_conformance.errors import UsageError
 from epd_conformance.report.redact import redact
 from epd_conformance.report.schema import (
     Artifact,
     CellRecord,
+    ConfigurationRecord,
     EnvironmentInfo,
     ExpectedRecord,
     ExpectedSet,
     FaultRecord,
+    KnownDeviationRecord,
     Model,
     NoiseFloor,
     Report,
     RequirementRecord,
     RunEnd,
     RunStart,
+    WarningRecord,
+    config_digest,
 )
 from epd_conformance.verdict import (
     PRECEDENCE,
     Cell,
+    Mode,
     Outcome,
     Owner,
     Verdict,
@@ -61,6 +68,8 @@ KINDS: dict[type[Model], str] = {
     NoiseFloor: "noise",
     CellRecord: "cell",
     FaultRecord: "fault",
+    ConfigurationRecord: "configuration",
+    WarningRecord: "warning",
     RunEnd: "end",
 }
 REOPENED = "reopened"
@@ -207,16 +216,29 @@ def build_report(results: ResultLines, catalogue: Catalogue) -> Report:
             f"{tried} prompts only: too few to decide anything"
         )
 
+    requirements = _requirements(catalogue, cells, expected_records, records)
+    every = [cell for item in requirements for cell in item.cells]
+    lists = deviations.review(start.known_deviations, every, start.day)
+    untrue = _untrue(lists)
+    warnings += untrue
+    warnings += dict.fromkeys(warning.text for warning in results.all(WarningRecord))
+    configurations = _distinct(results.all(ConfigurationRecord))
+    twice = _answered_twice(configurations)
+    warnings += twice
+
     def decide(owner: Owner) -> Outcome:
         result = outcome(cells, owner, start.run.mode)
-        if result in (Outcome.CONFORMANT, Outcome.PARTIAL) and (thin or interrupted):
+        unsettled = thin or interrupted or untrue or (twice and start.run.mode is Mode.CERTIFY)
+        if result in (Outcome.CONFORMANT, Outcome.PARTIAL) and unsettled:
             return Outcome.INCOMPLETE
         return result
 
     return Report(
         suite=start.suite,
         run=start.run.model_copy(update={"finished": ends[-1].finished if ends else None}),
-        subject=start.subject,
+        subject=start.subject.model_copy(
+            update={"configurations": configurations, "config_digest": config_digest(configurations)}
+        ),
         # The last one: it is written again when more of the environment is known (first the run's, then the
         # servers').
         environment=environments[-1] if environments else EnvironmentInfo(),
@@ -230,8 +252,10 @@ def build_report(results: ResultLines, catalogue: Catalogue) -> Report:
         proxy_outcome=decide(Owner.PROXY),
         summary=counts,
         not_verified=tuple(gaps),
-        requirements=_requirements(catalogue, cells, expected_records, records),
+        requirements=requirements,
         faults=_faults(results.all(FaultRecord)),
+        known_deviations=lists,
+        results=start.results,
     )
 
 
@@ -261,9 +285,9 @@ def write_report(directory: Path, report: Report) -> Report:
 
 
 def read_report(directory: Path) -> Report:
-    """Reads `report.json` of a directory; raises `UsageError` where it is missing or does not fit the
-    schema."""
-    path = directory / REPORT_NAME
+    """Reads `report.json` of a directory, or a report by its own path; raises `UsageError` where it is missing or
+    does not fit the schema."""
+    path = directory if directory.is_file() else directory / REPORT_NAME
     try:
         return Report.model_validate_json(path.read_bytes())
     except OSError as exc:
@@ -370,6 +394,27 @@ def _record(cell: Cell, record: CellRecord | None, expected: ExpectedRecord | No
         verdict=Verdict.COULD_NOT_RUN,
         reason=reason,
     )
+
+
+def _distinct(configurations: Iterable[ConfigurationRecord]) -> tuple[ConfigurationRecord, ...]:
+    """By topology and role, without repetitions: each worker of a parallel run writes down what it asked."""
+    found = {config_digest([one]): one for one in configurations}.values()
+    return tuple(sorted(found, key=lambda one: (one.topology, one.role)))
+
+
+def _answered_twice(configurations: Iterable[ConfigurationRecord]) -> list[str]:
+    """The axes for which the subject gave more than one configuration."""
+    counts = Counter((one.topology, one.role) for one in configurations)
+    return [
+        f"the subject gave {count} configurations for {role} in {topology}: what ran is not one connector"
+        for (topology, role), count in counts.items()
+        if count > 1
+    ]
+
+
+def _untrue(lists: Iterable[KnownDeviationRecord]) -> list[str]:
+    """What is wrong with the lists: a run that does not show what they say is not as it was declared."""
+    return [f"{deviations.title(entry)}: {problem}" for entry in lists for problem in entry.problems]
 
 
 def _faults(records: tuple[FaultRecord, ...]) -> tuple[FaultRecord, ...]:

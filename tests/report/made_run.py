@@ -23,10 +23,10 @@ from epd_conformance.live.case import Case, plan_of
 from epd_conformance.live.layout import Layout
 from epd_conformance.live.session import relevant, write_evidence
 from epd_conformance.live.suites import Suite
-from epd_conformance.oracle import baselines, judges
+from epd_conformance.oracle import baselines, fault_judges, judges
 from epd_conformance.oracle.answers import Answer
 from epd_conformance.oracle.baselines import BaselineAnswers
-from epd_conformance.oracle.judges import CellEvidence
+from epd_conformance.oracle.cell import CellEvidence
 from epd_conformance.plans.plan import Plan, Request, lengthen
 from epd_conformance.report.schema import (
     CellRecord,
@@ -42,9 +42,10 @@ from epd_conformance.report.schema import (
 )
 from epd_conformance.report.writer import RESULTS_NAME, ResultsLog, build_report, read_results, write_report
 from epd_conformance.topology.spec import Topology
+from epd_conformance.verdict import Verdict
 
 MODEL = "tiny"
-FEATURES = ("ec_both", "kv_disaggregation")
+FEATURES = ("ec_both", "kv_disaggregation", "store_probe")
 # A story's clock begins at 1000 seconds and no run takes a year.
 STARTED, BASELINE_AT, CELLS_AT, FINISHED = 500.0, 600.0, 1000.0, 30_000_000.0
 
@@ -94,7 +95,7 @@ class MadeRun:
             by_topology[cell.topology].append(cell)
         with ResultsLog(self.folder / RESULTS_NAME) as log:
             log.append(start)
-            log.append(EnvironmentInfo(models=(ModelInfo(id=MODEL),)))
+            log.append(EnvironmentInfo(models=(ModelInfo(id=MODEL, digest="0" * 64),)))
             log.append(expected)
             for topology, cells in by_topology.items():
                 self._topology(log, Layout(Topology.parse(topology)), cells)
@@ -111,8 +112,9 @@ class MadeRun:
             cases[cell.id] = case
             plans[cell.id] = plan_of(case, self.seed, cell.id)
             if layout.topology.has_kv:  # as if the tokenizer had made every prompt one that cannot be served
-                plans[cell.id] = Plan(
-                    *(tuple(map(lengthen, part)) for part in (plans[cell.id].requests, plans[cell.id].contrasts))
+                plan = plans[cell.id]
+                plans[cell.id] = replace(
+                    plan, requests=tuple(map(lengthen, plan.requests)), contrasts=tuple(map(lengthen, plan.contrasts))
                 )
         exact = {cell: plan for cell, plan in plans.items() if cases[cell].exact}
         baseline = self._baseline(layout, exact)
@@ -139,6 +141,8 @@ class MadeRun:
             journal += [dict(event) for event in evidence.during]
             path = write_evidence(self.folder, evidence)
             judgement = judges.judge(evidence)
+            if (fault := fault_judges.fault_record(evidence)) is not None:
+                log.append(fault)
             log.append(
                 CellRecord(
                     **cell.model_dump(),
@@ -146,6 +150,7 @@ class MadeRun:
                     reason=judgement.reason,
                     rung=judgement.rung,
                     blame=judgement.blame,
+                    observed="" if judgement.verdict is Verdict.PASS else judgement.observed,
                     evidence=judgement.evidence,
                     artifacts=(path.relative_to(self.folder).as_posix(), *layout.paths(folder)),
                 )
@@ -183,6 +188,10 @@ class MadeRun:
             story.held.clear()
             story.facts = {"reset_status": 200}
             story.send(requests[1], direct=True)
+        elif case.judge in ("recomputed", "contained"):
+            story.damaged()
+        elif case.judge == "confined":
+            story.confined()
         elif case.judge == "miss":
             story.send(requests[0], primed=False, direct=not layout.topology.has_kv)
         else:

@@ -17,6 +17,7 @@ from epd_conformance.errors import UsageError
 from epd_conformance.report.schema import (
     SCHEMA_FILE,
     CellRecord,
+    ConfigurationRecord,
     EnvironmentInfo,
     Evidence,
     ExpectedRecord,
@@ -32,6 +33,7 @@ from epd_conformance.report.schema import (
     RunStart,
     SubjectInfo,
     SuiteInfo,
+    WarningRecord,
     json_schema,
 )
 from epd_conformance.report.writer import (
@@ -130,6 +132,8 @@ class TestLog:
             NoiseFloor(baseline="aggregated", model="tiny", runs=3, max_logprob_delta=0.0, admitted=("a", "b")),
             cell("EPD-TOK-001", evidence=Evidence(saves=1, digests_equal=True), artifacts=("logs",)),
             FaultRecord(kind="delete", injected=1, verified=1, met_by_victim=1),
+            ConfigurationRecord(topology="e-pd", role="ec_producer", config={"ec_connector": "X"}, arguments=("--a",)),
+            WarningRecord(text="told"),
             end(),
         ]
         assert {type(record) for record in records} == set(KINDS)

@@ -24,13 +24,15 @@ from made_run import (
     journals,
     rewrite,
 )
+from spoilt_faults import DAMAGE, VICTIM, fault, loads, outside, says
 
 from epd_conformance import run as runs
 from epd_conformance.errors import UsageError
 from epd_conformance.live import suites
 from epd_conformance.live.case import Case, plan_of
 from epd_conformance.live.suites import Suite
-from epd_conformance.oracle.judges import CellEvidence
+from epd_conformance.oracle.cell import CellEvidence
+from epd_conformance.oracle.judges import judge
 from epd_conformance.plans.plan import Plan, lengthen
 from epd_conformance.report.verify import Kind, Verification, verify
 from epd_conformance.report.writer import REPORT_NAME, RESULTS_NAME, ResultsLog, read_report
@@ -640,6 +642,110 @@ def spoiled_load(evidence: CellEvidence) -> CellEvidence:
     return replace(evidence, during=tuple(spoil_loads(dict(event)) for event in evidence.during))
 
 
+# -- cells with a fault --------------------------------------------------------------------------------------------------
+
+REPLACED = f"EPD-INTEG-002[e-pd/{MODEL}/replaced]"
+OUTSIDE = f"EPD-SEC-001[e-pd/{MODEL}/parent]"
+
+
+def in_fault(**changes: Any) -> Forge:
+    return lambda folder: in_cell(folder, lambda data: data["facts"]["fault"].update(changes), REPLACED)
+
+
+def in_receipt(**changes: Any) -> Forge:
+    return lambda folder: in_cell(folder, lambda data: data["facts"]["fault"]["receipt"].update(changes), REPLACED)
+
+
+def victim_moved(seconds: float) -> Forge:
+    def change(data: dict[str, Any]) -> None:
+        data["answers"][VICTIM]["started"] += seconds
+
+    return lambda folder: in_cell(folder, change, REPLACED)
+
+
+def fault_moved_behind_the_victim(folder: Path) -> None:
+    def change(data: dict[str, Any]) -> None:
+        data["facts"]["fault"]["injected_at"] = data["answers"][VICTIM]["started"] + 0.001
+
+    in_cell(folder, change, REPLACED)
+
+
+def counted(**changes: int) -> Forge:
+    return lambda folder: change_results(
+        folder, "fault", lambda data: {**data, **changes} if data["kind"] == "replaced" else data
+    )
+
+
+def fault_line_dropped(folder: Path) -> None:
+    change_results(folder, "fault", lambda data: None if data["kind"] == "replaced" else data)
+
+
+def another_fault(folder: Path) -> None:
+    in_cell(folder, lambda data: data["plan"].update(fault="deleted"), REPLACED)
+
+
+def another_fault_everywhere(folder: Path) -> None:
+    """An easier fault, in plan, receipt and counts."""
+    another_fault(folder)
+    in_receipt(kind="deleted")(folder)
+    change_results(folder, "fault", lambda data: {**data, "kind": "deleted"} if data["kind"] == "replaced" else data)
+
+
+def outside_changed(folder: Path) -> None:
+    in_cell(folder, lambda data: data["facts"]["after"].update({"stack/new": "folder"}), OUTSIDE)
+
+
+class TestFaults:
+    def test_an_honest_run_tells_them_all(self, honest: dict[str, Path]) -> None:
+        for profile in ("e-pd", "e-p-d"):
+            told = {fault.kind: fault for fault in read_report(honest[profile]).faults}
+            assert sorted(told) == ["deleted", "one-row", "replaced", "truncated"]
+            assert {(fault.injected, fault.verified, fault.met_by_victim) for fault in told.values()} == {(1, 1, 1)}
+
+    @pytest.mark.parametrize(
+        ("forge", "kind"),
+        [
+            (in_fault(verified=False), Kind.VERDICT),
+            (in_fault(verified=False), Kind.EVIDENCE),  # the counts
+            (in_fault(healed=False), Kind.VERDICT),
+            (in_fault(rehearsed=False), Kind.VERDICT),
+            (in_fault(receipt=None), Kind.VERDICT),
+            (in_fault(receipt=None), Kind.EVIDENCE),
+            (in_receipt(kind="deleted"), Kind.VERDICT),
+            (in_receipt(key=digest_of("another")), Kind.VERDICT),
+            (another_fault, Kind.EVIDENCE),
+            (another_fault_everywhere, Kind.EVIDENCE),
+            (fault_moved_behind_the_victim, Kind.VERDICT),
+            (victim_moved(-0.08), Kind.VERDICT),  # before the fault
+            (victim_moved(-0.08), Kind.EVIDENCE),
+            (victim_moved(-0.15), Kind.VERDICT),  # before its primer
+            (victim_moved(0.05), Kind.EVIDENCE),  # behind what it made the consumer do
+            (counted(injected=2, verified=2, metByVictim=2), Kind.EVIDENCE),
+            (counted(metByVictim=0), Kind.EVIDENCE),
+            (fault_line_dropped, Kind.EVIDENCE),
+            (outside_changed, Kind.VERDICT),
+            (lambda folder: in_cell(folder, lambda data: data["facts"].pop("fault"), REPLACED), Kind.EVIDENCE),
+        ],
+    )
+    def test_a_change_is_found_though_all_sums_are_new(self, folder: Path, forge: Forge, kind: Kind) -> None:
+        forge(folder)
+        rewrite(folder, SUITE)
+        assert kind in kinds(folder)
+
+    def test_a_damaged_object_that_was_taken_stays_a_failure(self, tmp_path: Path) -> None:
+        report = MadeRun(tmp_path, SUITE, changes={REPLACED: loads(VICTIM, DAMAGE)}).write()
+        assert report.outcome is Outcome.NONCONFORMANT
+        assert check(tmp_path).ok
+        change_results(tmp_path, "cell", result(REPLACED, verdict="pass", reason="", rung=None, observed=""))
+        rewrite(tmp_path, SUITE)
+        assert {Kind.VERDICT, Kind.OUTCOME} == kinds(tmp_path)
+        # A fault that was never done excuses nothing.
+        in_fault(receipt=None)(tmp_path)
+        change_results(tmp_path, "fault", lambda d: {**d, "injected": 0, "verified": 0, "metByVictim": 0})
+        rewrite(tmp_path, SUITE)
+        assert Kind.VERDICT in kinds(tmp_path)
+
+
 class TestKV:
     def test_baseline_without_kv(self, kv_folder: Path) -> None:
         """The p-d baseline computed the prompt itself, and its file says nothing of it."""
@@ -814,7 +920,7 @@ class TestLimits:
             data["answers"][0].update({name: right[name] for name in ("ids", "logprobs", "margins")})
 
         in_cell(tmp_path, change)
-        change_results(tmp_path, "cell", result(IMAGE, verdict="pass", reason="", rung=None, blame=None))
+        change_results(tmp_path, "cell", result(IMAGE, verdict="pass", reason="", rung=None, blame=None, observed=""))
         rewrite(tmp_path, SUITE)
         assert check(tmp_path).ok
 
@@ -837,6 +943,31 @@ class TestLimits:
             change_lines(path, lambda line: change(line) if line["t"] in mine else line)  # noqa: B023
         rewrite(tmp_path, SUITE)
         assert kinds(tmp_path) == {Kind.VERDICT}, "not-loaded: the line of a load would have to be invented, too"
+
+    @pytest.mark.parametrize(
+        ("cell", "spoil", "hide"),
+        [
+            # Written down by the harness only, and by no server: whether a fault was done, whether it was seen in the store…
+            (REPLACED, fault(verified=False), lambda facts: facts["fault"].update(verified=True)),
+            # … what lay outside …
+            (OUTSIDE, outside(new="folder"), lambda facts: facts.update(after=facts["before"])),
+            # … and how the servers were afterwards.
+            (REPLACED, says("health", "encode-0", 0), lambda facts: facts["health"].update({"encode-0": 200})),
+        ],
+    )
+    def test_what_only_the_harness_saw(
+        self, tmp_path: Path, cell: str, spoil: Callable[[CellEvidence], CellEvidence], hide: Callable[[Any], Any]
+    ) -> None:
+        assert MadeRun(tmp_path, SUITE, changes={cell: spoil}).write().outcome is not Outcome.CONFORMANT
+        assert check(tmp_path).ok
+        in_cell(tmp_path, lambda data: hide(data["facts"]), cell)
+        good = judge(CellEvidence.from_json(json.loads(cell_file(tmp_path, cell).read_text())))
+        line = {"verdict": "pass", "reason": "", "rung": None, "observed": "", "evidence": good.evidence.to_disk()}
+        change_results(tmp_path, "cell", result(cell, **line))
+        path = tmp_path / RESULTS_NAME
+        path.write_text(path.read_text().replace('"verified": 0, "metByVictim": 0', '"verified": 1, "metByVictim": 1'))
+        assert rewrite(tmp_path, SUITE).outcome is Outcome.CONFORMANT
+        assert check(tmp_path).ok
 
 
 def numbered(change: Callable[[CellEvidence], CellEvidence]) -> Callable[[CellEvidence], CellEvidence]:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import run_fakes
+from parallel_runs import WORKERS, Fakes
 from run_fakes import Call, Ended, read
 
 from epd_conformance import cli
@@ -52,3 +53,14 @@ def fake_run(command: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
         return command("run", "--subject", subject, *given, *words, out=out)
 
     yield call
+
+
+@pytest.fixture(scope="session")
+def by_workers(tmp_path_factory: pytest.TempPathFactory) -> tuple[Fakes, Ended]:
+    """A run with `-n 2`, JUnit and Allure, in which a cell of e-pd fails, one breaks, and the worker of e-p-d dies at a third."""
+    pytest.importorskip("xdist")
+    pytest.importorskip("allure_commons")
+    script = {"EPD-TOK-002[e-pd/": "fail", "EPD-TOK-003[e-pd/": "harness", "EPD-TOK-002[e-p-d/": "die once"}
+    fakes = Fakes(tmp_path_factory.mktemp("by_workers") / "out", script)
+    reports = (f"--junitxml={fakes.out / 'junit.xml'}", f"--alluredir={fakes.out / 'allure'}", "--clean-alluredir")
+    return fakes, fakes.run(*WORKERS, *reports)

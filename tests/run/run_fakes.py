@@ -28,7 +28,7 @@ from epd_conformance import cli
 from epd_conformance import run as runs
 from epd_conformance.errors import StackError, UsageError
 from epd_conformance.live.session import PlannedCell
-from epd_conformance.oracle.judges import CellEvidence
+from epd_conformance.oracle.cell import CellEvidence
 from epd_conformance.runtime import vllm_info
 from epd_conformance.topology.stack import ModelUse
 
@@ -54,6 +54,12 @@ def act(action: str) -> None:
             raise KeyboardInterrupt
         case "terminate":
             os.kill(os.getpid(), signal.SIGTERM)
+        case "die once":
+            # The next process that gets here goes on; `mark` is the folder of the run.
+            died = Path(script()["mark"] + ".died")
+            if not died.exists():
+                died.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
         case "sleep":
             print(SLEEPS, file=sys.stderr, flush=True)
             time.sleep(30)
@@ -96,6 +102,8 @@ class FakeSession:
     def __init__(self, run: runs.Run) -> None:
         self.run_ = run
         self.ran: list[str] = []
+
+    def end_stage(self) -> None: ...
 
     def stage(self, topology: str) -> Any:
         act(script().get(f"stage {topology}", ""))
@@ -175,5 +183,8 @@ def pytest_runtest_logfinish(nodeid: str) -> None:
 
 if __name__ == "__main__":
     install()
+    # Workers are processes of their own, and get pytest's arguments.
+    plain = cli._pytest
+    cli._pytest = lambda arguments: plain(["-p", "run_fakes", *arguments] if "-n" in arguments else arguments)
     cli._Keep.pytest_runtest_logfinish = staticmethod(after)  # type: ignore[attr-defined]
     cli.main()

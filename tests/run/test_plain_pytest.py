@@ -52,15 +52,15 @@ def test_without_a_subject(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("-n", "2"), "the cells of a run share servers: leave out -n"),
+        (("--dist", "load", "--tx", "ssh=somewhere"), "workers share the folder of the run: leave out --tx"),
         (("--mode", "certify", "-x"), "leave out -k, -m, -x and --maxfail"),
         (("--mode", "certify", "-k", "one"), "leave out -k, -m, -x and --maxfail"),
         (("--device", "tpu"), "no device 'tpu'"),
     ],
 )
 def test_what_cannot_be_done(tmp_path: Path, words: tuple[str, ...], says: str) -> None:
-    options = [word for word in SUITES if word != "no:xdist" or "-n" not in words]
-    if "-n" in words:
+    options = list(SUITES)
+    if "--tx" in words:
         pytest.importorskip("xdist")
         options = [suites_folder(), "-p", "run_fakes"]
     out = tmp_path / "out"
@@ -129,3 +129,10 @@ def test_a_subject_may_stand_in_the_configuration(tmp_path: Path) -> None:
     report = read(out)
     assert report is not None
     assert report["summary"]["expected"] == report["summary"]["pass"] > 20
+
+
+def test_an_attachment_is_enough_to_ask_for_a_run(tmp_path: Path) -> None:
+    code, text = run_pytest(*SUITES, "--attach", tmp_path / "no.toml")
+    assert code == 4
+    assert "of --attach cannot be read" in text
+    assert "Traceback" not in text

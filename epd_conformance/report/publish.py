@@ -1,0 +1,204 @@
+"""`publish`: a run's folder as something to give away: report, readable summary, and evidence that still verifies.
+
+A run's files name folders of the machine it ran on: in logs, flags, tracebacks. Published, each becomes a word in angle brackets,
+everywhere alike, so that evidence and journals still agree; then the list of artifacts is made anew and everything is verified.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import socket
+import sys
+import tarfile
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import epd_conformance
+from epd_conformance import catalogue as catalogues
+from epd_conformance.errors import UsageError
+from epd_conformance.report import render_text
+from epd_conformance.report.schema import CellRecord, Report
+from epd_conformance.report.verify import verify
+from epd_conformance.report.writer import (
+    REPORT_NAME,
+    RESULTS_NAME,
+    build_report,
+    read_report,
+    read_results,
+    write_report,
+)
+from epd_conformance.verdict import Verdict
+
+EVIDENCE_NAME = "evidence.tar.xz"
+README_NAME = "README.md"
+# What one line of a failure may take in a table.
+_OBSERVED = 300
+
+
+def publish(run: Path, destination: Path, again: str = "") -> Report:
+    """Write report, readable summary and evidence of `run` into a new folder `destination`; returns the published report.
+
+    `again` is the command that makes such a run again, where it is another than that of the run. Raises UsageError where the
+    destination is taken, or the run does not verify: what nobody can check is not published.
+    """
+    if destination.exists() and any(destination.iterdir()):
+        raise UsageError(f"{destination} is not empty: publish into a new folder")
+    _demand(run, "the run")
+    report = read_report(run)
+    with tempfile.TemporaryDirectory(prefix="epd-publish-") as scratch:
+        copy = Path(scratch) / "evidence"
+        names = [RESULTS_NAME, *(artifact.path for artifact in report.artifacts)]
+        hide = _Places(run.resolve())
+        for name in dict.fromkeys(names):
+            target = copy / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_text(hide((run / name).read_text("utf-8", "surrogateescape")), "utf-8", "surrogateescape")
+        write_report(copy, build_report(read_results(copy / RESULTS_NAME), catalogues.load()))
+        _demand(copy, "the copy without the machine's folders")
+        destination.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(copy / REPORT_NAME, destination / REPORT_NAME)
+        with tarfile.open(destination / EVIDENCE_NAME, "w:xz") as archive:
+            archive.add(copy, "evidence", filter=_anonymous)
+        published = read_report(copy)
+    text = readme(published, hide(again))
+    (destination / README_NAME).write_text(text, encoding="utf-8")
+    return published
+
+
+def _demand(folder: Path, what: str) -> None:
+    found = verify(folder)
+    if not found.ok:
+        raise UsageError(f"{what} does not verify, so it is not published: {found.lines()[0]}")
+
+
+def _anonymous(entry: tarfile.TarInfo) -> tarfile.TarInfo:
+    entry.uid = entry.gid = 0
+    entry.uname = entry.gname = ""
+    return entry
+
+
+class _Places:
+    """Replaces the names of this machine's folders, and its own, by words."""
+
+    def __init__(self, run: Path) -> None:
+        package = Path(epd_conformance.__file__).resolve().parent
+        found = {
+            str(run): "<run>",
+            sys.prefix: "<venv>",
+            str(package.parent): "<checkout>",
+            sys.base_prefix: "<python>",
+            str(Path.home()): "<home>",
+            tempfile.gettempdir(): "<tmp>",
+        }
+        host = socket.gethostname()
+        # Longest first: a folder inside another one is named for itself. The root of a file system would match everywhere.
+        self._words = {
+            path: word for path, word in sorted(found.items(), key=lambda pair: -len(pair[0])) if len(path) > 1
+        }
+        paths = "|".join(re.escape(path) for path in self._words)
+        # Where a name ends: `/home/me` is no part of `/home/melissa`.
+        self._paths = re.compile(rf"(?:{paths})(?![\w.-])")
+        # A short name would hit words of any text.
+        self._host = re.compile(rf"\b{re.escape(host)}\b") if len(host) > 5 else None
+
+    def __call__(self, text: str) -> str:
+        text = self._paths.sub(lambda found: self._words[found[0]], text)
+        return self._host.sub("<host>", text) if self._host is not None else text
+
+
+def readme(report: Report, again: str) -> str:
+    """The summary that stands beside a published report: what came out, what fails and what that means, how to make it again."""
+    implementation = report.subject.implementation
+    name = f"{implementation.project or report.subject.name} {implementation.version}".strip()
+    environment = report.environment
+    lines = [
+        f"# {name}",
+        "",
+        f"**{render_text.summary_lines(report)[0]}**",
+        "",
+        f"Engine {report.engine_outcome}, proxy {report.proxy_outcome}. "
+        f"{report.summary['executed']} of {report.summary['expected']} expected cells ran, {report.summary['pass']} passed.",
+        "",
+        f"vLLM {environment.vllm_version} ({environment.platform}), Python {environment.python}, torch {environment.torch}, "
+        f"model {', '.join(model.id for model in environment.models)}, {environment.dtype}; "
+        f"{report.run.started:%Y-%m-%d}; suite {report.suite.version}.",
+        "",
+        "| requirement | verdict | cells |",
+        "|---|---|---|",
+    ]
+    for item in report.requirements:
+        passed = sum(cell.verdict is Verdict.PASS for cell in item.cells)
+        lines.append(f"| {item.id} {item.title} | {item.verdict} | {passed} of {len(item.cells)} passed |")
+    failing = [item for item in report.requirements if item.verdict is not Verdict.PASS]
+    lines += ["", "## What fails, and what that means for who runs it", ""]
+    if not failing:
+        lines.append("Nothing that was tested. What was not tested is listed in `report.json` under `notVerified`.")
+    catalogue = catalogues.load()
+    for item in failing:
+        lines += [f"### {item.id}: {item.title} ({item.verdict})", "", item.sentence, ""]
+        lines += [" ".join(catalogue[item.id].rationale.split()), "", "| cell | verdict | observed |", "|---|---|---|"]
+        lines += [_row(cell) for cell in item.cells if cell.verdict is not Verdict.PASS]
+        lines.append("")
+    lines += [
+        "",
+        "## Check it, make it again",
+        "",
+        "```",
+        f"tar xf {EVIDENCE_NAME} && epd-conformance verify evidence",
+        again or " ".join(report.run.command),
+        "```",
+        "",
+        f"`verify` needs the suite that made it: version {report.suite.version}, digest `{report.suite.digest}`. "
+        "Folders of the machine are replaced by words such as `<run>`.",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _row(cell: CellRecord) -> str:
+    # A death's words end with lines of the log.
+    words = " ".join((cell.observed or cell.reason).split("--- from")[0].split())
+    short = words if len(words) <= _OBSERVED else words[:_OBSERVED] + " …"
+    return f"| `{cell.id}` | {cell.verdict}: {cell.reason} | {short.replace('|', '&#124;')} |"
+
+
+# -- the table of a project's README -----------------------------------------------------------------------------------
+
+BEGIN, END = "<!-- published reports: made by epd-conformance publish -->", "<!-- end of published reports -->"
+CLASSES = ("cpu-v1", "cpu-v2-emulated", "cuda")
+TOPOLOGIES = ("aggregated", "e-pd", "e-p-d")
+
+
+def table(reports: Path, link: str) -> str:
+    """Environment class × topology → the last report of each subject, or "never run", as Markdown; `link` leads to `reports`."""
+    found: list[tuple[str, Report]] = sorted(
+        ((path.parent.name, read_report(path.parent)) for path in reports.glob(f"*/{REPORT_NAME}")),
+        key=lambda pair: pair[1].run.started,
+    )
+    lines = ["| environment | " + " | ".join(TOPOLOGIES) + " |", "|---|" + "---|" * len(TOPOLOGIES)]
+    for environment in CLASSES:
+        mine = [(folder, report) for folder, report in found if report.environment_class == environment]
+        cells = [_entries(mine, topology, link) for topology in TOPOLOGIES]
+        lines.append(f"| {environment} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _entries(reports: Sequence[tuple[str, Report]], topology: str, link: str) -> str:
+    entries: dict[str, str] = {}
+    for folder, report in reports:
+        cells = [cell for item in report.requirements for cell in item.cells if cell.topology == topology]
+        if cells:
+            passed = sum(cell.verdict is Verdict.PASS for cell in cells)
+            entries[report.subject.name] = f"[{report.subject.name}]({link}/{folder}): {passed} of {len(cells)} pass"
+    return "<br>".join(entries.values()) or "never run"
+
+
+def with_table(readme_text: str, made: str) -> str:
+    """A README's text with the table between its two marks replaced. Raises UsageError where the marks are not there."""
+    before, begin, rest = readme_text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise UsageError(f"the README has no place for the table: put {BEGIN!r} and {END!r} into it")
+    return f"{before}{BEGIN}\n\n{made}\n\n{END}{after}"
