@@ -40,7 +40,9 @@ app.add_typer(models_app, name="models")
 SubjectOption = Annotated[
     str, typer.Option("--subject", help="reference, vllm-example, an entry point, module:Class, or file.toml")
 ]
-ModelOption = Annotated[str, typer.Option("--model", help="a zoo name, a folder, or a Hugging Face id")]
+ModelOption = Annotated[
+    str, typer.Option("--model", help="a zoo name, a folder, or org/name[@commit] of the Hugging Face hub")
+]
 DeviceOption = Annotated[str, typer.Option("--device", help="cpu or cuda")]
 DtypeOption = Annotated[str, typer.Option("--dtype", help="float32 on cpu and the model's own on cuda, unless given")]
 BootOption = Annotated[str, typer.Option("--boot", help="fork (CPU only, fast) or plain")]
@@ -390,6 +392,25 @@ def compare(
     else:
         render_compare.print_comparison(found)
     raise typer.Exit(1 if found.regressions else 0)
+
+
+@app.command()
+def publish(
+    directory: Annotated[Path, typer.Argument(help="the folder of a run (its --out)")],
+    destination: Annotated[Path, typer.Argument(help="a new folder for report, summary and evidence")],
+    readme: Annotated[
+        Path | None, typer.Option(help="a README whose table of reports is made anew from the destination's parent")
+    ] = None,
+) -> None:
+    """Make of a run something to give away: no folder of this machine in it, and evidence that still verifies."""
+    from epd_conformance.report import publish as publishing
+
+    # It imports the suites, which may lie in read-only site-packages.
+    sys.dont_write_bytecode = True
+    report = publishing.publish(directory, destination)
+    if readme is not None:
+        publishing.refresh(readme, destination.parent)
+    print(f"published {report.subject.name} to {destination}")
 
 
 @app.command()

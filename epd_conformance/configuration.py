@@ -32,6 +32,7 @@ CONFIG_KEYS = (
 # Arguments that the harness gives (topology/spec.py), and why a subject must not: its own come last, and would win.
 RESERVED_ARGUMENTS: dict[str, str] = {
     "--model": "the model is that of the run; another one would be compared with the wrong baseline",
+    "--revision": "the commit of the model is that of the run",
     "--served-model-name": "requests name the model by it",
     "--host": "servers listen on the loopback interface only",
     "--port": "the harness has claimed a port",

@@ -62,7 +62,9 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
     group.addoption("--profile", default="e-pd", help="aggregated, e-pd, e-p-d, all, or sizes such as 2e-1pd")
     group.addoption("--level", default="full", choices=[str(level) for level in ConformanceLevel])
     group.addoption("--device", default="cpu", help="cpu or cuda")
-    group.addoption("--model", default="tiny-qwen2.5-vl", help="a zoo name, a folder, or a Hugging Face id")
+    group.addoption(
+        "--model", default="tiny-qwen2.5-vl", help="a zoo name, a folder, or org/name[@commit] of the Hugging Face hub"
+    )
     group.addoption("--dtype", default="", help="float32 on cpu and the model's own on cuda, unless given")
     group.addoption("--mode", default="develop", choices=[str(mode) for mode in Mode])
     group.addoption("--out", default=None, help="folder for report, evidence and logs (default: a new one in runs/)")

@@ -265,7 +265,7 @@ class Run:
         if options.mode is Mode.CERTIFY and not self.model.digest:
             raise UsageError(
                 f"--mode certify names the model by its digest, and that of {options.model} is not known: "
-                "give a zoo name or a folder"
+                "give a zoo name, a folder, or org/name@commit with all 40 digits of the commit"
             )
         self.expected = schema.ExpectedSet(
             cells=tuple(schema.ExpectedRecord.of(cell) for cell in expected),
@@ -638,13 +638,15 @@ def model_use(options: Options) -> ModelUse:
         dtype=options.dtype or ("float32" if options.device == "cpu" else "auto"),
         limits=MEDIA_LIMITS,
         digest=resolved.digest,
-        local=resolved.digest is not None,
+        local=resolved.digest is not None and resolved.revision is None,
+        revision=resolved.revision,
     )
 
 
 def model_label(model: str) -> str:
-    """How a model is called in cell ids: a zoo name as it is, a folder by its last part, a hub id with `~` for its slash."""
-    name = Path(model).resolve().name if Path(model).is_dir() else model.replace("/", "~")
+    """How a model is called in cell ids: a zoo name as it is, a folder by its last part, a hub id with `~` for its slash, without
+    the commit: cells of two commits are compared with each other."""
+    name = Path(model).resolve().name if Path(model).is_dir() else model.partition("@")[0].replace("/", "~")
     # Slashes and brackets structure an id; anything else that is unusual would only make it hard to type.
     return re.sub(r"[^\w.~+-]", "-", name) or "model"
 

@@ -33,7 +33,7 @@ CACHE_VARIABLE = "EPD_CONFORMANCE_CACHE"
 _PREFIX_DIGITS = 12
 
 # `org/name` as the Hugging Face hub admits it.
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
+_HUB_ID = re.compile(r"(?P<id>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<commit>[0-9a-f]{40}))?", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,8 @@ class BuiltModel:
 class ResolvedModel:
     """What `--model` meant. `path_or_id` is what a server is given; `built` says that this call wrote it.
 
-    `digest` and `modalities` are None where they are not known.
+    `digest` and `modalities` are None where they are not known. `revision` is the commit of an id that was given with one; its
+    digest is then `commit:<revision>`, since a commit fixes every file.
     """
 
     name: str
@@ -70,6 +71,7 @@ class ResolvedModel:
     digest: str | None
     modalities: tuple[str, ...] | None
     built: bool
+    revision: str | None = None
 
 
 MODELS: dict[str, ModelSpec] = {
@@ -127,7 +129,7 @@ def build(name: str, directory: Path, seed: int = 0) -> BuiltModel:
 
 
 def resolve(model: str, cache: Path) -> ResolvedModel:
-    """Finds out what `model` names: a zoo model, else a folder with config.json, else an id `org/name`.
+    """Finds out what `model` names: a zoo model, else a folder with config.json, else an id `org/name` or `org/name@commit`.
 
     A zoo model is built into `cache/<name>-<digest prefix>` if it is not there; several processes may do that
     at once. A folder is taken as it is; it counts as a zoo model's seed 0 only if its digest says so. An id
@@ -144,9 +146,14 @@ def resolve(model: str, cache: Path) -> ResolvedModel:
         modalities = next((spec.modalities for spec in MODELS.values() if spec.digest == found), None)
         full = path.absolute()
         return ResolvedModel(full.name, str(full), found, modalities, built=False)
-    if _HUB_ID.fullmatch(model) and not path.exists():
-        return ResolvedModel(model, model, None, None, built=False)
-    raise _unknown(model, "a model of the zoo, a folder with config.json or a Hugging Face id `org/name`")
+    if (match := _HUB_ID.fullmatch(model)) and not path.exists():
+        commit = match["commit"]
+        return ResolvedModel(
+            model, match["id"], f"commit:{commit}" if commit else None, None, built=False, revision=commit
+        )
+    raise _unknown(
+        model, "a model of the zoo, a folder with config.json or a Hugging Face id `org/name` or `org/name@commit`"
+    )
 
 
 def digest(directory: Path) -> str:

@@ -42,8 +42,9 @@ def merge(folder: Path, end: RunEnd | None = None) -> None:
     """Replace `results.ndjson` by the whole run: one run line, one environment with what every worker's servers had, one
     expected set, all other lines in the order of their times, and the end line.
 
-    `end` None leaves the run without one, as after a crash, unless it has one already. A worker that did not come to its end makes the run an interrupted
-    one. The workers' files stay, so that a second call gives the same. Does nothing where no worker wrote anything.
+    `end` None leaves the run without one, as after a crash, unless it has one already. A worker that did not come to its end
+    makes the run an interrupted one. The workers' files stay, so that a second call gives the same. Does nothing where no
+    worker wrote anything.
     Raises UsageError where the files are not of one run, or its workers did not all have the same expected set.
     """
     parts = {path.stem: read_results(path) for path in sorted((folder / WORKERS).glob("*.ndjson"))}

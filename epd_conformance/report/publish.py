@@ -6,7 +6,9 @@ everywhere alike, so that evidence and journals still agree; then the list of ar
 
 from __future__ import annotations
 
+import os
 import re
+import shlex
 import shutil
 import socket
 import sys
@@ -37,11 +39,10 @@ README_NAME = "README.md"
 _OBSERVED = 300
 
 
-def publish(run: Path, destination: Path, again: str = "") -> Report:
+def publish(run: Path, destination: Path) -> Report:
     """Write report, readable summary and evidence of `run` into a new folder `destination`; returns the published report.
 
-    `again` is the command that makes such a run again, where it is another than that of the run. Raises UsageError where the
-    destination is taken, or the run does not verify: what nobody can check is not published.
+    Raises UsageError where the destination is taken, or the run does not verify: what nobody can check is not published.
     """
     if destination.exists() and any(destination.iterdir()):
         raise UsageError(f"{destination} is not empty: publish into a new folder")
@@ -62,8 +63,7 @@ def publish(run: Path, destination: Path, again: str = "") -> Report:
         with tarfile.open(destination / EVIDENCE_NAME, "w:xz") as archive:
             archive.add(copy, "evidence", filter=_anonymous)
         published = read_report(copy)
-    text = readme(published, hide(again))
-    (destination / README_NAME).write_text(text, encoding="utf-8")
+    (destination / README_NAME).write_text(readme(published), encoding="utf-8")
     return published
 
 
@@ -89,8 +89,8 @@ class _Places:
             sys.prefix: "<venv>",
             str(package.parent): "<checkout>",
             sys.base_prefix: "<python>",
+            # Not the folder for temporary files: it is the same everywhere, and plans name it.
             str(Path.home()): "<home>",
-            tempfile.gettempdir(): "<tmp>",
         }
         host = socket.gethostname()
         # Longest first: a folder inside another one is named for itself. The root of a file system would match everywhere.
@@ -98,8 +98,8 @@ class _Places:
             path: word for path, word in sorted(found.items(), key=lambda pair: -len(pair[0])) if len(path) > 1
         }
         paths = "|".join(re.escape(path) for path in self._words)
-        # Where a name ends: `/home/me` is no part of `/home/melissa`.
-        self._paths = re.compile(rf"(?:{paths})(?![\w.-])")
+        # Whole names only: `/home/me` is no part of `/home/melissa`, and `/root` none of `e-pd/model/root`.
+        self._paths = re.compile(rf"(?<![\w.-])(?:{paths})(?![\w.-])")
         # A short name would hit words of any text.
         self._host = re.compile(rf"\b{re.escape(host)}\b") if len(host) > 5 else None
 
@@ -108,7 +108,7 @@ class _Places:
         return self._host.sub("<host>", text) if self._host is not None else text
 
 
-def readme(report: Report, again: str) -> str:
+def readme(report: Report) -> str:
     """The summary that stands beside a published report: what came out, what fails and what that means, how to make it again."""
     implementation = report.subject.implementation
     name = f"{implementation.project or report.subject.name} {implementation.version}".strip()
@@ -147,7 +147,7 @@ def readme(report: Report, again: str) -> str:
         "",
         "```",
         f"tar xf {EVIDENCE_NAME} && epd-conformance verify evidence",
-        again or " ".join(report.run.command),
+        _again(report),
         "```",
         "",
         f"`verify` needs the suite that made it: version {report.suite.version}, digest `{report.suite.digest}`. "
@@ -155,6 +155,23 @@ def readme(report: Report, again: str) -> str:
         "",
     ]
     return "\n".join(lines)
+
+
+def _again(report: Report) -> str:
+    """The command that makes such a run."""
+    run = report.run
+    words = [
+        "epd-conformance",
+        "run",
+        "--subject",
+        report.subject.name,
+        "--profile",
+        run.profile,
+        "--mode",
+        str(run.mode),
+    ]
+    words += ["--model", *(model.id for model in report.environment.models), "--seed", str(run.seed)]
+    return shlex.join(words)
 
 
 def _row(cell: CellRecord) -> str:
@@ -202,3 +219,10 @@ def with_table(readme_text: str, made: str) -> str:
     if not begin or not end:
         raise UsageError(f"the README has no place for the table: put {BEGIN!r} and {END!r} into it")
     return f"{before}{BEGIN}\n\n{made}\n\n{END}{after}"
+
+
+def refresh(readme_file: Path, reports: Path) -> None:
+    """Make the table of a README anew from the reports below a folder."""
+    link = os.path.relpath(reports, readme_file.parent)
+    text = readme_file.read_text(encoding="utf-8")
+    readme_file.write_text(with_table(text, table(reports, Path(link).as_posix())), encoding="utf-8")

@@ -50,6 +50,7 @@ class ModelUse:
     limits: Mapping[str, int]
     digest: str | None = None
     local: bool = True
+    revision: str | None = None
 
 
 @dataclass(frozen=True)
@@ -380,7 +381,11 @@ class Site(AnySite):
                 media_limits=self.model.limits,
                 ec_config=_recorded_ec(config) if config is not None and spec.recorder else config,
                 kv_config=_recorded_kv(kv) if kv is not None and spec.recorder else kv,
-                extra=(*placement.flags, *(launch.arguments if launch else ())),
+                extra=(
+                    *(("--revision", self.model.revision) if self.model.revision else ()),
+                    *placement.flags,
+                    *(launch.arguments if launch else ()),
+                ),
             )
             direct = spec.port if spec.topology.kind == "aggregated" else None
             port = direct or self._port(stack)

@@ -188,7 +188,17 @@ def test_resolve_passes_a_hub_id_on(tmp_path: Path) -> None:
     assert (found.path_or_id, found.digest) == ("Qwen/Qwen2.5-VL-3B-Instruct", None)
 
 
-@pytest.mark.parametrize("model", ["", "nonsense", "a/b/c", "/no/such/folder", "./x", "org/", "../x", "ö/x"])
+def test_resolve_takes_a_commit_for_the_digest_of_a_hub_id(tmp_path: Path) -> None:
+    commit = "0123456789abcdef" * 2 + "01234567"
+    found = resolve(f"Qwen/Qwen2.5-VL-3B-Instruct@{commit}", tmp_path)
+    assert (found.path_or_id, found.revision) == ("Qwen/Qwen2.5-VL-3B-Instruct", commit)
+    assert found.digest == f"commit:{commit}"
+
+
+@pytest.mark.parametrize(
+    "model",
+    ["org/name@main", "org/name@0123", "", "nonsense", "a/b/c", "/no/such/folder", "./x", "org/", "../x", "ö/x"],
+)
 def test_resolve_refuses_the_rest_and_lists_the_zoo(tmp_path: Path, model: str) -> None:
     with pytest.raises(UsageError, match=r"the zoo holds tiny-qwen2\.5-vl") as caught:
         resolve(model, tmp_path)

@@ -732,6 +732,11 @@ class TestFaults:
         rewrite(folder, SUITE)
         assert kind in kinds(folder)
 
+    def test_only_a_primer_may_come_before_its_request(self, folder: Path) -> None:
+        victim_moved(0.05)(folder)
+        rewrite(folder, SUITE)
+        assert f"evidence: {REPLACED}: request 'victim' is in a journal before it was sent" in check(folder).lines()
+
     def test_a_damaged_object_that_was_taken_stays_a_failure(self, tmp_path: Path) -> None:
         report = MadeRun(tmp_path, SUITE, changes={REPLACED: loads(VICTIM, DAMAGE)}).write()
         assert report.outcome is Outcome.NONCONFORMANT
