@@ -408,15 +408,19 @@ class Store:
         here.fake("e-pd.prefill_decode-0").requests = Watched(lambda _: self.look())  # type: ignore[assignment]
 
     def look(self) -> None:
-        self.at_lookup = sorted(str(path) for path in outside(self.stage.stack.folder))
+        self.at_lookup = sorted(str(path) for path in self.outside())
+
+    def outside(self) -> list[Path]:
+        """What lies anywhere under the names of this cell's hostile uuids; another run may have others in /tmp."""
+        names = [f"epd-conformance-outside-{uuid.rpartition('-')[2]}*" for uuid in self.uuids[1:]]
+        folders = (self.stage.stack.folder.parent, Path("/tmp"))
+        return [path for name in names for folder in folders for path in folder.glob(name)] + [
+            path for name in names for path in self.stage.stack.folder.rglob(name)
+        ]
 
 
 def uuid_of(body: dict[str, Any]) -> str:
     return str(next(part["uuid"] for part in body["messages"][0]["content"] if "uuid" in part))
-
-
-def outside(folder: Path) -> list[Path]:
-    return [*Path("/tmp").glob("epd-conformance-outside-*"), *folder.parent.rglob("epd-conformance-outside-*")]
 
 
 def harmless(root: Path, uuid: str) -> None:
@@ -435,18 +439,18 @@ def confined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeSt
     monkeypatch.setattr(stacks, "Launcher", FakeLauncher)
     monkeypatch.setattr(faulting, "WRITTEN_S", 0.1)
     made: list[Scene] = []
+    stores: list[Store] = []
 
     def world(name: str, saves: Callable[[Path, str], None] = harmless) -> Any:
         cell = planned("EPD-SEC-001", name, "e-pd")
         made.append(Scene(tmp_path / f"scene-{len(made)}", [cell]))
-        store = Store(made[-1], cell.id, saves)
+        stores.append(store := Store(made[-1], cell.id, saves))
         return store, lambda: made[-1].session.run(cell)
 
     yield world
     for scene in made:
-        left = outside(scene.folder)
         scene.site.close()
-        assert left == [], "nothing may be left"
+    assert [path for store in stores for path in store.outside()] == [], "nothing may be left"
 
 
 def changed(evidence: CellEvidence) -> dict[str, str | None]:
