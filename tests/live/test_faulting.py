@@ -536,6 +536,17 @@ class TestConfined:
         evidence = run()
         assert (evidence.facts["bait"], changed(evidence)) == ([], {})
 
+    def test_a_bait_is_laid_outside_only(self, confined: MakeStore) -> None:
+        """A folder deeper, the uuid leads to another place in the store: nothing of ours may lie there."""
+
+        def deeper(root: Path, uuid: str) -> None:
+            (root / "shard").mkdir(exist_ok=True)
+            (root / "shard" / uuid.replace("/", "_")).write_bytes(b"rows")
+
+        store, run = confined("parent", deeper)
+        assert run().facts["bait"] == []
+        assert [path.name for path in store.root.iterdir()] == ["shard"]
+
     def test_what_lay_there_before_changes_nothing(self, confined: MakeStore) -> None:
         store, run = confined("absolute")
         left = Path(store.uuids[2])

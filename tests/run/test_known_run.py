@@ -242,7 +242,7 @@ def test_certify_names_its_model(fake_run: Call, monkeypatch: pytest.MonkeyPatch
     unknown = replace(runs.model_use(runs.Options("reference")), digest=None)
     monkeypatch.setattr(runs, "model_use", lambda options: unknown)
     said = refused(fake_run({}, "--mode", "certify", "--model", "org/name"))
-    assert "that of org/name is not known: give a zoo name or a folder" in said
+    assert "that of org/name is not known: give a zoo name, a folder, or org/name@commit" in said
     assert fake_run({}).code == 0
 
 
