@@ -111,7 +111,7 @@ def _call(method: Callable[[str, StackInfo], Any], name: str, role: str, stack: 
         return method(role, stack)
     except UsageError:
         raise
-    except Exception as error:  # a subject's own code may raise anything
+    except (Exception, SystemExit) as error:  # a subject's own code may raise anything
         raise UsageError(
             f"the subject's {name}({role!r}, …) raised {type(error).__name__} ({error}): mend it"
         ) from error
@@ -148,8 +148,8 @@ def reserved(launch: LaunchOptions) -> list[str]:
         # As vLLM's parser reads it: underscores for dashes, `--option=value`, `--option.key`, and any unambiguous beginning.
         option = re.split(r"[=.]", argument, maxsplit=1)[0].replace("_", "-")
         for name, reason in RESERVED_ARGUMENTS.items():
-            # No option of vLLM's is shorter than four letters and the beginning of one of these.
-            if option == name or (len(option) > 5 and name.startswith(option)):
+            # No option of vLLM 0.32.0's is the beginning of one of these, so any beginning can only mean one of them.
+            if len(option) > 2 and name.startswith(option):
                 found.append(f"the argument {option} overrides {name}: {reason}")
                 break
     found += [

@@ -554,7 +554,7 @@ class Run:
                 continue
             try:
                 probe = self.subject.probe(stack.info)
-            except Exception as error:  # a subject's own code may raise anything
+            except (Exception, SystemExit) as error:  # a subject's own code may raise anything
                 raise UsageError(f"the subject's probe raised {type(error).__name__} ({error}): mend it") from error
             hooks = observations.hooks_seen(stack.journal.read())
             for finding in observations.features(self.subject.features, hooks=hooks, probe=probe):

@@ -10,8 +10,8 @@ from __future__ import annotations
 import importlib
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -170,9 +170,11 @@ def load(name: str) -> Subject:
     if name in found:
         try:
             return _check(name, found[name].load())
-        except (ImportError, AttributeError) as error:
+        except UsageError:
+            raise
+        except (Exception, SystemExit) as error:  # as in `imported`
             raise UsageError(
-                f"the entry point {name!r} does not load ({error}): mend the package that has it"
+                f"the entry point {name!r} does not load ({_raised(error)}): mend the package that has it"
             ) from error
     if not all(name.partition(":")):
         known = ", ".join(sorted({*BUILT_IN, *found}))
@@ -195,26 +197,37 @@ def imported(name: str, where: str) -> Any:
         sys.path.insert(0, str(Path.cwd()))
     try:
         loaded = importlib.import_module(module)
-    except Exception as error:  # a module's own code may raise anything
+    except (Exception, SystemExit) as error:  # a module's own code may raise anything; an exit would pass for exit code 0
         raise UsageError(
-            f"{where}: the module {module!r} does not import ({error}): install it or correct its name"
+            f"{where}: the module {module!r} does not import ({_raised(error)}): install it or correct its name"
         ) from error
     if not hasattr(loaded, attribute):
         raise UsageError(f"{where}: the module {module!r} has no {attribute!r}: correct the name after the colon")
     return getattr(loaded, attribute)
 
 
+def _raised(error: BaseException) -> str:
+    """What somebody's own code raised, in the words of one sentence."""
+    return " ".join(f"{type(error).__name__}: {error}".split())
+
+
 def _check(name: str, found: Any) -> Subject:
     try:
         subject = found() if isinstance(found, type) else found
-    except Exception as error:  # a constructor may raise anything
+    except (Exception, SystemExit) as error:  # a constructor may raise anything
         raise UsageError(
-            f"the subject {name!r} cannot be made ({type(error).__name__}: {error}): mend its class"
+            f"the subject {name!r} cannot be made ({_raised(error)}): mend its class"
         ) from error
     if not isinstance(subject, Subject):
         raise UsageError(f"the subject {name!r} is no epd_conformance.Subject: derive its class from it")
-    if not isinstance(getattr(subject, "implementation", None), Implementation):
+    implementation = getattr(subject, "implementation", None)
+    if not isinstance(implementation, Implementation):
         raise UsageError(f"the subject {name!r} has no `implementation`: set it to an epd_conformance.Implementation")
+    for item in fields(implementation):
+        if not isinstance(value := getattr(implementation, item.name), str):
+            raise UsageError(f"the subject {name!r} has {value!r} for `implementation.{item.name}`: make it a string")
+    if isinstance(subject.features, str) or not isinstance(subject.features, Collection):
+        raise UsageError(f"the subject {name!r} has {subject.features!r} for `features`: make it a set of Feature")
     unknown = [feature for feature in subject.features if not isinstance(feature, Feature)]
     if unknown:
         raise UsageError(

@@ -205,8 +205,9 @@ def test_what_the_harness_sets_is_not_overridden_in_certify() -> None:
         (["--port=1", "--max_model_len", "9"], {}, 2),
         (["--ec-transfer-config.ec_role", "x"], {}, 1),
         (["--max-num-batched", "9"], {}, 1),
+        (["--por", "1", "--dty", "x", "--see=1", "--hos", "x", "--ec-t", "{}"], {}, 5),
         ([], {"EPD_JOURNAL": "/tmp", "PYTHONPATH": "x"}, 2),
-        (["--enable-mm-embeds", "--no-enable-prefix-caching", "--ec", "model", "--models"], {"MY_PORT": "1"}, 0),
+        (["--enable-mm-embeds", "--no-enable-prefix-caching", "--", "model", "--models"], {"MY_PORT": "1"}, 0),
     ],
 )
 def test_reserved_options_in_every_spelling(

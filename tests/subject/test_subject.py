@@ -40,6 +40,19 @@ class NoImplementation(Vendor):
     implementation = None  # type: ignore[assignment]
 
 
+class NoText(Vendor):
+    implementation = Implementation("Vendor", "connector", 1.2)  # type: ignore[arg-type]
+
+
+class NoSet(Vendor):
+    features = 3  # type: ignore[assignment]
+
+
+class Exits(Vendor):
+    def __init__(self) -> None:
+        raise SystemExit(0)
+
+
 class UnknownFeature(Vendor):
     features = frozenset({Feature.LORA, "telepathy"})  # type: ignore[arg-type]
 
@@ -101,6 +114,9 @@ def test_a_subject_by_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
         (f"{__name__}:Path", "is no epd_conformance.Subject"),
         (f"{__name__}:NoImplementation", "has no `implementation`"),
         (f"{__name__}:UnknownFeature", "'telepathy', which is no Feature"),
+        (f"{__name__}:NoText", "has 1.2 for `implementation.version`"),
+        (f"{__name__}:NoSet", "has 3 for `features`"),
+        (f"{__name__}:Exits", "cannot be made (SystemExit: 0)"),
     ],
 )
 def test_what_is_none_is_refused_in_one_sentence(name: str, words: str) -> None:
@@ -109,6 +125,21 @@ def test_what_is_none_is_refused_in_one_sentence(name: str, words: str) -> None:
     message = str(caught.value)
     assert words in message
     assert "\n" not in message
+
+
+@pytest.mark.parametrize("body", ["raise SystemExit(0)", "1 / 0", "raise ValueError('two\\nlines')"])
+def test_a_module_that_does_not_import_is_one_sentence(
+    body: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An exit would end `check-subject` with exit code 0, as if nothing were wrong."""
+    (tmp_path / "broken_vendor.py").write_text(body)
+    monkeypatch.syspath_prepend(tmp_path)
+    points = [EntryPoint("broken", "broken_vendor:X", subjects.ENTRY_POINTS)]
+    monkeypatch.setattr(subjects, "entry_points", lambda group: points)
+    for name in ("broken_vendor:X", "broken"):
+        with pytest.raises(UsageError, match="does not (import|load)") as caught:
+            load(name)
+        assert "\n" not in str(caught.value)
 
 
 def test_a_subject_never_learns_what_is_tested() -> None:
