@@ -234,6 +234,8 @@ class CellUnderTest:
 
     def check(self) -> None:
         """Run the cell, write down its verdict, and fail the test unless it is `pass`; an excused cell is an expected failure."""
+        # pytest names the running test there: the subject's own code could read which cell it is, and servers would inherit it.
+        os.environ.pop("PYTEST_CURRENT_TEST", None)
         self.record = self._item.stash[RECORD] = self._run.carry_out(self.planned)
         if self.record.verdict in EXCUSED:
             pytest.xfail(f"{self.record.verdict}: {self.record.reason}\n{self.record.message}")

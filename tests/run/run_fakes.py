@@ -60,6 +60,8 @@ def act(action: str) -> None:
             if not died.exists():
                 died.touch()
                 os.kill(os.getpid(), signal.SIGKILL)
+        case "look for the test":
+            assert "PYTEST_CURRENT_TEST" not in os.environ
         case "sleep":
             print(SLEEPS, file=sys.stderr, flush=True)
             time.sleep(30)

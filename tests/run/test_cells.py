@@ -235,3 +235,9 @@ def test_a_goal_may_be_missed_or_absent() -> None:
     assert (bare.baseline, bare.ratio, bare.met) == (None, None, None)
     assert bare.cells() == ("n", "2", "s", "", "", "", "")
     assert Measurement.of("n", [2.0], "s", baseline=[0.0]).ratio is None, "nothing is a multiple of nothing"
+
+
+def test_nothing_in_the_environment_names_the_cell(fake_run: Call) -> None:
+    """Servers inherit it, and the subject's own code runs in this process."""
+    ended = fake_run({"stage e-pd": "look for the test", "TOK-002": "look for the test"})
+    assert ended.code == 0, ended.err
