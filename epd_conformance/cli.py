@@ -407,9 +407,7 @@ def publish(
 
     # It imports the suites, which may lie in read-only site-packages.
     sys.dont_write_bytecode = True
-    report = publishing.publish(directory, destination)
-    if readme is not None:
-        publishing.refresh(readme, destination.parent)
+    report = publishing.publish(directory, destination, readme)
     print(f"published {report.subject.name} to {destination}")
 
 

@@ -106,6 +106,8 @@ def parse(text: str, name: str) -> tuple[KnownDeviation, ...]:
 
 
 def _entry(name: str, kind: DeviationKind, number: int, table: Any) -> KnownDeviation:
+    if not isinstance(table, dict):
+        raise UsageError(f"{name}: `{kind}` is no table: write [[{kind}]] above its entries")
     try:
         values = _TABLES[kind].model_validate(table).model_dump()
     except ValidationError as error:

@@ -267,6 +267,12 @@ class Run:
                 f"--mode certify names the model by its digest, and that of {options.model} is not known: "
                 "give a zoo name, a folder, or org/name@commit with all 40 digits of the commit"
             )
+        known = zoo.MODELS.get(self.model.name)
+        if options.mode is Mode.CERTIFY and known is not None and self.model.digest != known.digest:
+            raise UsageError(
+                f"--mode certify: the folder {options.model} is called as the zoo's {known.name} and holds another model: "
+                "give it another name"
+            )
         self.expected = schema.ExpectedSet(
             cells=tuple(schema.ExpectedRecord.of(cell) for cell in expected),
             not_verified=tuple(

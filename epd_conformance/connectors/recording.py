@@ -132,6 +132,7 @@ class _ECRecorder(_Recorder):
 
         transfer, cache = config.ec_transfer_config, config.cache_config
         about = {
+            "asked": transfer.ec_connector,
             "ec_role": transfer.ec_role,
             "engine": transfer.engine_id,
             "blocks": getattr(cache, "num_gpu_blocks", None),

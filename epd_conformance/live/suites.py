@@ -19,6 +19,7 @@ from epd_conformance.live import baseline
 from epd_conformance.live.case import MARK, Case, plan_of
 from epd_conformance.live.layout import Layout
 from epd_conformance.live.session import relevant
+from epd_conformance.models import zoo
 from epd_conformance.plans.plan import Plan, Request, lengthen
 from epd_conformance.report import schema
 from epd_conformance.topology.spec import Topology
@@ -88,6 +89,10 @@ class Suite:
     def repetitions(self) -> int:
         """How often the aggregated baseline answers each prompt."""
         return baseline.REPETITIONS
+
+    def model_digest(self, name: str) -> str | None:
+        """The digest of the zoo's model of this name; None where the zoo has none."""
+        return spec.digest if (spec := zoo.MODELS.get(name)) is not None else None
 
     def layout(self, topology: str) -> Layout:
         """Where and by whom the evidence of a topology is written. Raises UsageError for what is no topology."""

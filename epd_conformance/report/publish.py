@@ -39,14 +39,23 @@ README_NAME = "README.md"
 _OBSERVED = 300
 
 
-def publish(run: Path, destination: Path) -> Report:
+def publish(run: Path, destination: Path, readme_file: Path | None = None) -> Report:
     """Write report, readable summary and evidence of `run` into a new folder `destination`; returns the published report.
 
-    Raises UsageError where the destination is taken, or the run does not verify: what nobody can check is not published.
+    `readme_file`: a README whose table of reports is made anew from the destination's parent.
+    Raises UsageError where the destination is taken or cannot be made, where the README has no place for the table, or where
+    the run does not verify: what nobody can check is not published.
     """
-    if destination.exists() and any(destination.iterdir()):
+    if readme_file is not None:
+        # Before anything is written: else the report would lie there, and a second try be refused.
+        with_table(_read(readme_file), "")
+    if destination.is_dir() and any(destination.iterdir()):
         raise UsageError(f"{destination} is not empty: publish into a new folder")
     _demand(run, "the run")
+    try:
+        destination.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"{destination} cannot be made ({error.strerror}): publish into a new folder") from error
     report = read_report(run)
     with tempfile.TemporaryDirectory(prefix="epd-publish-") as scratch:
         copy = Path(scratch) / "evidence"
@@ -58,12 +67,13 @@ def publish(run: Path, destination: Path) -> Report:
             target.write_text(hide((run / name).read_text("utf-8", "surrogateescape")), "utf-8", "surrogateescape")
         write_report(copy, build_report(read_results(copy / RESULTS_NAME), catalogues.load()))
         _demand(copy, "the copy without the machine's folders")
-        destination.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(copy / REPORT_NAME, destination / REPORT_NAME)
         with tarfile.open(destination / EVIDENCE_NAME, "w:xz") as archive:
             archive.add(copy, "evidence", filter=_anonymous)
         published = read_report(copy)
     (destination / README_NAME).write_text(readme(published), encoding="utf-8")
+    if readme_file is not None:
+        refresh(readme_file, destination.parent)
     return published
 
 
@@ -221,8 +231,15 @@ def with_table(readme_text: str, made: str) -> str:
     return f"{before}{BEGIN}\n\n{made}\n\n{END}{after}"
 
 
+def _read(readme_file: Path) -> str:
+    try:
+        return readme_file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"the README {readme_file} cannot be read ({error}): correct its name") from error
+
+
 def refresh(readme_file: Path, reports: Path) -> None:
     """Make the table of a README anew from the reports below a folder."""
     link = os.path.relpath(reports, readme_file.parent)
-    text = readme_file.read_text(encoding="utf-8")
+    text = _read(readme_file)
     readme_file.write_text(with_table(text, table(reports, Path(link).as_posix())), encoding="utf-8")

@@ -23,6 +23,7 @@ from epd_conformance import deviations, observations
 from epd_conformance.attachment import ATTACHED, NOT_JOURNALLED
 from epd_conformance.catalogue import cell_id
 from epd_conformance.connectors.journal import Journal
+from epd_conformance.connectors.names import ec_name
 from epd_conformance.errors import UsageError
 from epd_conformance.features import Feature
 from epd_conformance.oracle import fault_judges, judges, transport
@@ -278,13 +279,25 @@ class _Check:
         """What the journals say about the subject itself: who was configured, and what has to be warned of."""
         if self.attached:
             return  # nobody asked the subject for anything, and the journals lie elsewhere
-        told = {(one.topology, str(one.role)) for one in results.all(schema.ConfigurationRecord)}
+        told = {
+            (one.topology, str(one.role)): ec_name(
+                str(one.config.get("ec_connector")), one.config.get("ec_connector_module_path")
+            )
+            for one in results.all(schema.ConfigurationRecord)
+        }
         for topology in dict.fromkeys(cell.topology for cell in self.evidence.values()):
             for folder in self._journals(self.suite.layout(topology)):
                 events = Journal(self.directory / folder).read()
                 roles = {event["ec_role"] for event in events if event["ev"] == "init" and event.get("ec_role")}
                 for role in sorted(roles - {role for name, role in told if name == topology}):
                     self._say(Kind.EVIDENCE, RESULTS_NAME, f"holds no configuration of {role} in {topology}, which ran")
+                for event in events:
+                    name = told.get((topology, str(event.get("ec_role"))))
+                    if event["ev"] == "init" and name is not None and event.get("asked", name) != name:
+                        words = (
+                            f"{event['server']} ran {event['asked']}, and the results say that {name} was configured"
+                        )
+                        self._say(Kind.JOURNAL, folder, words)
         if report is None or not self.ends:
             return  # a run that crashed had no time to warn
         declared = [Feature(name) for name in self.start.subject.features]
@@ -328,6 +341,13 @@ class _Check:
                 self._say(Kind.EXPECTED, cell, f"has {times} results, and evidence for one")
             if cell not in wanted:
                 self._say(Kind.EXPECTED, cell, "has a result, and is not expected")
+        for environment in self.environments:
+            gpus = [name.startswith("cuda") for name in environment.devices]
+            if gpus and any(gpus) != (self.start.environment_class == "cuda"):
+                devices = ", ".join(environment.devices)
+                self._say(
+                    Kind.EXPECTED, RESULTS_NAME, f"a run on {devices}, and its class is {self.start.environment_class}"
+                )
         if self.start.run.mode is Mode.CERTIFY and self.attached:
             self._say(Kind.EXPECTED, RESULTS_NAME, "a certificate of attached servers: nobody could pin what they run")
         if self.start.run.mode is Mode.CERTIFY:
@@ -352,6 +372,9 @@ class _Check:
         models = [model for environment in self.environments for model in environment.models]
         if not models or not all(model.digest for model in models):
             yield "a certificate without the digest of its model"
+        for model in models:
+            if (known := self.suite.model_digest(model.id)) is not None and model.digest != known:
+                yield f"a certificate of a model that is called {model.id} and is not the zoo's: its digest is another"
 
     # -- cells -------------------------------------------------------------------------------------------------------
 

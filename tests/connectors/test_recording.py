@@ -194,6 +194,7 @@ def journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Journal:
 
 def config(role: str = "ec_producer") -> SimpleNamespace:
     transfer = SimpleNamespace(
+        ec_connector="Recording:module:Plain",
         ec_role=role,
         engine_id="e",
         is_ec_producer=role == "ec_producer",
@@ -308,7 +309,7 @@ class TestClass:
         (line,) = lines(journal)
         assert line.items() >= {
             "ev": "init", "side": "worker", "server": "prefill-0", "ec_role": "ec_producer", "blocks": 7,
-            "connector": f"{__name__}.Plain", "block_size": 32,
+            "connector": f"{__name__}.Plain", "block_size": 32, "asked": "Recording:module:Plain",
         }.items()  # fmt: skip
 
     @pytest.mark.parametrize("by_name", [False, True])

@@ -168,7 +168,9 @@ class TestRecorder:
     def made(self, folder: Path, monkeypatch: pytest.MonkeyPatch, extra: Any) -> tuple[Any, Journal]:
         monkeypatch.setenv(DIRECTORY, str(folder))
         monkeypatch.setenv(SERVER, "encode-0")
-        transfer = SimpleNamespace(ec_role="ec_producer", engine_id="e", ec_connector_extra_config=extra)
+        transfer = SimpleNamespace(
+            ec_connector="Recording:m:C", ec_role="ec_producer", engine_id="e", ec_connector_extra_config=extra
+        )
         config = SimpleNamespace(ec_transfer_config=transfer, cache_config=SimpleNamespace())
         recorded = getattr(recording, ec_name("Reader", __name__))
         return recorded(config, SimpleNamespace(name="WORKER")), Journal(folder)

@@ -12,7 +12,7 @@ from made_run import MODEL, MadeRun, change_results, rewrite
 from epd_conformance.errors import UsageError
 from epd_conformance.live import suites
 from epd_conformance.report import publish as publishing
-from epd_conformance.report.publish import BEGIN, END, publish, refresh, table, with_table
+from epd_conformance.report.publish import BEGIN, END, publish, table, with_table
 from epd_conformance.report.verify import verify
 
 SUITE = suites.installed()
@@ -67,6 +67,21 @@ def test_a_taken_folder_is_refused(run: Path, tmp_path: Path) -> None:
         publish(run, tmp_path / "taken")
 
 
+def test_what_cannot_be_written_is_refused(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for taken in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(UsageError, match="cannot be made"):
+            publish(run, taken)
+
+
+def test_a_readme_that_does_not_fit_is_refused_before_anything_is_written(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "plain.md").write_text("# A project")
+    for readme, words in (("plain.md", "no place for the table"), ("none.md", "cannot be read")):
+        with pytest.raises(UsageError, match=words):
+            publish(run, tmp_path / "reports" / "one", tmp_path / readme)
+    assert not (tmp_path / "reports").exists()
+
+
 def test_the_summary_says_what_fails_and_how_to_make_it_again(run: Path, tmp_path: Path) -> None:
     cell = f"EPD-TOK-002[e-pd/{MODEL}/img1]"
 
@@ -82,10 +97,9 @@ def test_the_summary_says_what_fails_and_how_to_make_it_again(run: Path, tmp_pat
 
 
 def test_the_table_says_what_ran_and_what_never_did(run: Path, tmp_path: Path) -> None:
-    publish(run, tmp_path / "reports" / "one")
     readme = tmp_path / "README.md"
     readme.write_text(f"# A project\n{BEGIN}\nold\n{END}\nend\n")
-    refresh(readme, tmp_path / "reports")
+    publish(run, tmp_path / "reports" / "one", readme)
     rows = {
         line.split("|")[1].strip(): line.split("|")[2:-1] for line in readme.read_text().splitlines() if "|" in line
     }

@@ -19,7 +19,7 @@ from epd_conformance.report.writer import REPORT_NAME, RESULTS_NAME
 
 SUITE = suites.installed()
 # What a recorder of a connector that ignores a key writes at the start.
-TOLD = '"ec_role": "ec_both", "extra": ["path", "typo"], "read": ["path"], "hooks": []'
+TOLD = '"asked": "Recording::X", "ec_role": "ec_both", "extra": ["path", "typo"], "read": ["path"], "hooks": []'
 WARNING = ignored_words("ec_both", "typo")
 
 
@@ -44,6 +44,29 @@ def honest(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def no_configuration(folder: Path) -> None:
     change_results(folder, "configuration", lambda data: None)
+    rewrite(folder, SUITE)
+
+
+def another_connector(folder: Path) -> None:
+    """The evidence of one connector under the name of another."""
+
+    def change(data: dict[str, Any]) -> dict[str, Any]:
+        return {**data, "config": {**data["config"], "ec_connector": "Y"}}
+
+    change_results(folder, "configuration", change)
+    rewrite(folder, SUITE)
+
+
+def another_class(folder: Path) -> None:
+    change_results(folder, "environment", lambda data: {**data, "devices": ["cpu (2 cores)"]})
+    change_results(folder, "run", lambda data: {**data, "environmentClass": "cuda"})
+    rewrite(folder, SUITE)
+
+
+def another_model_of_that_name(folder: Path) -> None:
+    change_results(
+        folder, "environment", lambda data: {**data, "models": [{"id": "tiny-qwen2.5-vl", "digest": "0" * 64}]}
+    )
     rewrite(folder, SUITE)
 
 
@@ -78,6 +101,9 @@ def test_an_honest_run_verifies(honest: Path) -> None:
     ("forge", "kind", "words"),
     [
         (no_configuration, Kind.EVIDENCE, "no configuration of ec_both in aggregated"),
+        (another_connector, Kind.JOURNAL, "ran Recording::X, and the results say that Recording::Y was configured"),
+        (another_class, Kind.EXPECTED, "a run on cpu (2 cores), and its class is cuda"),
+        (another_model_of_that_name, Kind.EXPECTED, "is not the zoo's"),
         (no_warning, Kind.REPORT, "the warning is missing"),
         (another_digest, Kind.REPORT, "`subject.configDigest`"),
         (another_configuration, Kind.REPORT, "`subject.configurations[0].config.ec_port`"),

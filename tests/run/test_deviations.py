@@ -95,6 +95,7 @@ class TestFile:
         ("old", "new", "says"),
         [
             ("[[known]]", "[[known", "known.toml is not valid TOML"),
+            ("[[known]]", "known = 3\n[[flaky]]", "`known` is no table: write [[known]] above its entries"),
             ("[[known]]", "[[unknown]]", "unknown key `unknown`; only [[known]], [[waiver]] and [[flaky]] tables"),
             ('cells = "EPD-TOK-003[e-pd/*/img2]"\n', "", "[[known]] number 1: `cells`: Field required"),
             ('message = "tokens-differ"\n', "", "[[known]] number 1: `message`: Field required"),

@@ -246,6 +246,14 @@ def test_certify_names_its_model(fake_run: Call, monkeypatch: pytest.MonkeyPatch
     assert fake_run({}).code == 0
 
 
+def test_certify_takes_no_other_model_under_a_name_of_the_zoo(fake_run: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cells are called after the model, so two models of one name would look like one in reports and comparisons."""
+    other = replace(runs.model_use(runs.Options("reference")), name="tiny-qwen2.5-vl")
+    monkeypatch.setattr(runs, "model_use", lambda options: other)
+    assert "and holds another model: give it another name" in refused(fake_run({}, "--mode", "certify"))
+    assert fake_run({}).code == 0
+
+
 @pytest.mark.parametrize(("modified", "code"), [(None, 0), (False, 0), (True, 2)])
 def test_certify_refuses_a_modified_suite(
     fake_run: Call, monkeypatch: pytest.MonkeyPatch, modified: bool | None, code: int

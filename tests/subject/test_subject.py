@@ -137,7 +137,7 @@ def test_a_module_that_does_not_import_is_one_sentence(
     points = [EntryPoint("broken", "broken_vendor:X", subjects.ENTRY_POINTS)]
     monkeypatch.setattr(subjects, "entry_points", lambda group: points)
     for name in ("broken_vendor:X", "broken"):
-        with pytest.raises(UsageError, match="does not (import|load)") as caught:
+        with pytest.raises(UsageError, match=r"does not (import|load)") as caught:
             load(name)
         assert "\n" not in str(caught.value)
 
