@@ -124,6 +124,10 @@ def run(
         arguments += [option, value] if value else []
     for option, path in (("--out", out), ("--attach", attach), ("--known", known), ("--junitxml", junitxml)):
         arguments += [option, str(path)] if path else []
+    if junitxml is not None:
+        _writable("--junitxml", junitxml, junitxml.absolute().parent)
+    if alluredir is not None:
+        _writable("--alluredir", alluredir, alluredir.absolute())
     if workers:
         arguments += [*_plugin("xdist", "pytest-xdist", "--workers"), "-n", str(workers)]
     if alluredir is not None:
@@ -144,6 +148,13 @@ def run(
         # Who reads only the first line (`| head -1`) must not turn the exit code into 1, "nonconformant".
         sys.stdout = open(os.devnull, "w")  # noqa: PTH123, SIM115
     raise typer.Exit(keep.code)
+
+
+def _writable(option: str, given: Path, folder: Path) -> None:
+    """Raises UsageError where a folder is none that can be made or written to: pytest would end with a traceback, after the run."""
+    there = next(one for one in (folder, *folder.parents) if one.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        raise UsageError(f"{option} {given}: {there} is no folder that can be written to: choose another")
 
 
 def _plugin(name: str, package: str, option: str) -> list[str]:

@@ -197,7 +197,10 @@ def imported(name: str, where: str) -> Any:
         sys.path.insert(0, str(Path.cwd()))
     try:
         loaded = importlib.import_module(module)
-    except (Exception, SystemExit) as error:  # a module's own code may raise anything; an exit would pass for exit code 0
+    except (
+        Exception,
+        SystemExit,
+    ) as error:  # a module's own code may raise anything; an exit would pass for exit code 0
         raise UsageError(
             f"{where}: the module {module!r} does not import ({_raised(error)}): install it or correct its name"
         ) from error
@@ -215,9 +218,7 @@ def _check(name: str, found: Any) -> Subject:
     try:
         subject = found() if isinstance(found, type) else found
     except (Exception, SystemExit) as error:  # a constructor may raise anything
-        raise UsageError(
-            f"the subject {name!r} cannot be made ({_raised(error)}): mend its class"
-        ) from error
+        raise UsageError(f"the subject {name!r} cannot be made ({_raised(error)}): mend its class") from error
     if not isinstance(subject, Subject):
         raise UsageError(f"the subject {name!r} is no epd_conformance.Subject: derive its class from it")
     implementation = getattr(subject, "implementation", None)
@@ -226,8 +227,9 @@ def _check(name: str, found: Any) -> Subject:
     for item in fields(implementation):
         if not isinstance(value := getattr(implementation, item.name), str):
             raise UsageError(f"the subject {name!r} has {value!r} for `implementation.{item.name}`: make it a string")
-    if isinstance(subject.features, str) or not isinstance(subject.features, Collection):
-        raise UsageError(f"the subject {name!r} has {subject.features!r} for `features`: make it a set of Feature")
+    features: object = subject.features
+    if not isinstance(features, Collection):
+        raise UsageError(f"the subject {name!r} has {features!r} for `features`: make it a set of Feature")
     unknown = [feature for feature in subject.features if not isinstance(feature, Feature)]
     if unknown:
         raise UsageError(

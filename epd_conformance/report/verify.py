@@ -281,7 +281,7 @@ class _Check:
             return  # nobody asked the subject for anything, and the journals lie elsewhere
         told = {
             (one.topology, str(one.role)): ec_name(
-                str(one.config.get("ec_connector")), one.config.get("ec_connector_module_path")
+                str(one.config.get("ec_connector")), str(one.config.get("ec_connector_module_path") or "")
             )
             for one in results.all(schema.ConfigurationRecord)
         }

@@ -76,6 +76,12 @@ def test_a_folder_that_cannot_be_made(fake_run: Call, tmp_path: Path) -> None:
         assert "cannot be used for --out" in one_sentence(fake_run(None, "--out", wrong))
 
 
+@pytest.mark.parametrize(("option", "name"), [("--junitxml", "file/x.xml"), ("--alluredir", "file")])
+def test_a_report_below_a_file(fake_run: Call, tmp_path: Path, option: str, name: str) -> None:
+    (tmp_path / "file").touch()
+    assert "is no folder that can be written to" in one_sentence(fake_run(None, option, tmp_path / name))
+
+
 def test_without_vllm(fake_run: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm_info, "find", lambda: None)
     assert "vLLM is not installed" in one_sentence(fake_run())
