@@ -138,7 +138,7 @@ class TestWithoutVllm:
             (Fixed, "configuration e-pd/ec_producer", State.FAIL, "asked anew, for a stack with other paths"),
             (UnknownKey, "configuration e-pd/ec_producer", State.FAIL, "has no `shared_path`"),
             (NoJson, "configuration e-pd/ec_producer", State.FAIL, "no JSON"),
-            (Exiting, "configuration e-pd/ec_producer", State.FAIL, "raised SystemExit: no licence"),
+            (Exiting, "configuration e-pd/ec_producer", State.FAIL, "raised SystemExit (no licence)"),
             (Overriding, "configuration e-pd/ec_consumer", State.FAIL, "--served-model-name overrides"),
             (NoProbe, "feature store_probe", State.FAIL, "declared, and probe() gives None"),
             (Undeclared, "feature store_probe", State.WARN, "the feature is not declared"),
