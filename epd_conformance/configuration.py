@@ -52,6 +52,14 @@ RESERVED_ARGUMENTS: dict[str, str] = {
     "--no-enforce-eager": "both arms of a comparison run the same kernels",
     "--mm-encoder-only": "it makes a server an encode server, and follows from the role",
     "--no-mm-encoder-only": "it makes a server an encode server, and follows from the role",
+    "--enable-prefix-caching": "both arms of a comparison have the same caches",
+    "--no-enable-prefix-caching": "both arms of a comparison have the same caches",
+    "--load-format": "both arms of a comparison load the same weights",
+    "--hf-overrides": "both arms of a comparison run the same model",
+    "--worker-cls": "it replaces a part of the engine, whose own outcome would then be another's",
+    "--worker-extension-cls": "it replaces a part of the engine, whose own outcome would then be another's",
+    "--scheduler-cls": "it replaces a part of the engine, whose own outcome would then be another's",
+    "--middleware": "it could answer in place of the engine",
     "--config": "a file of options would set others of these unseen",
 }
 # Environment that the harness gives (topology/stack.py), and why a subject must not.
@@ -65,6 +73,9 @@ RESERVED_ENVIRONMENT: dict[str, str] = {
     "VLLM_USE_V2_MODEL_RUNNER": "both arms of a comparison have the same runner",
     "VLLM_BATCH_INVARIANT": "both arms of a comparison compute alike",
     "OMP_NUM_THREADS": "both arms of a comparison sum in the same order",
+    "TORCHDYNAMO_DISABLE": "both arms of a comparison run the same kernels",
+    "VLLM_CPU_KVCACHE_SPACE": "both arms of a comparison have the same blocks",
+    "VLLM_SERVER_DEV_MODE": "the harness resets caches by its routes",
 }
 
 

@@ -45,7 +45,7 @@ def _deaths(cell: CellEvidence) -> Judgement | None:
             reason="killed-from-outside" if outside else "server-died",
             rung="liveness",
             expected="every server lives through the cell",
-            observed=f"{death['name']} ended with {death.get('status')}\n{death.get('text', '')}",
+            observed=str(death.get("text") or f"{death['name']} ended with {death.get('status')}"),
             causes=("something outside the run killed it, or the kernel for want of memory",) if outside else (),
             blame=None if outside else other(cell, _killer(cell, str(death["name"]))),
         )

@@ -17,17 +17,13 @@ from PIL import Image
 
 from epd_conformance.errors import UsageError
 
-# The pixels of one token in the Qwen-VL families (patches of 14, merged two by two). A default image of
-# 112x84 is a whole number of such patches, 4x3, so that the processor does not resize it and one patch stays
-# one token.
-PATCH_EDGE = 28
-
 
 @dataclass(frozen=True)
 class ImageSpec:
     """One image as a plan names it. `seed` is at least 0; `width` and `height` are pixels, at least 1."""
 
     seed: int
+    # 4 × 3 tokens of the Qwen-VL families (28 pixels each way), so that the processor does not resize it.
     width: int = 112
     height: int = 84
 
@@ -61,34 +57,8 @@ class ImageSpec:
         return {"type": "image_url", "image_url": {"url": data_url(self.png())}}
 
 
-def image_png(seed: int, width: int = 112, height: int = 84) -> bytes:
-    """PNG of the image that `ImageSpec(seed, width, height)` names."""
-    return ImageSpec(seed, width, height).png()
-
-
-def image_item(seed: int, width: int = 112, height: int = 84) -> dict[str, Any]:
-    """OpenAI `image_url` content part of the image that `ImageSpec(seed, width, height)` names."""
-    return ImageSpec(seed, width, height).item()
-
-
 def data_url(png: bytes) -> str:
     return "data:image/png;base64," + base64.b64encode(png).decode("ascii")
-
-
-def with_patch_changed(png: bytes, row: int = 0, column: int = 0) -> bytes:
-    """PNG equal to `png` but for one 28x28 patch, inverted: the smallest difference that a cell may rely on.
-
-    `row` and `column` count patches. One pixel is too small a difference for a tiny model: most outputs stay
-    equal. Raises UsageError where the patch does not lie wholly inside the image.
-    """
-    with Image.open(io.BytesIO(png)) as image:
-        pixels = np.array(image.convert("RGB"))
-    rows, columns = pixels.shape[0] // PATCH_EDGE, pixels.shape[1] // PATCH_EDGE
-    if not (0 <= row < rows and 0 <= column < columns):
-        raise UsageError(f"patch ({row}, {column}) is outside the image, which has {rows} rows of {columns} patches")
-    patch = np.s_[row * PATCH_EDGE : (row + 1) * PATCH_EDGE, column * PATCH_EDGE : (column + 1) * PATCH_EDGE]
-    pixels[patch] = 255 - pixels[patch]
-    return _png(pixels)
 
 
 def _png(pixels: npt.NDArray[np.uint8]) -> bytes:

@@ -6,11 +6,13 @@ everywhere alike, so that evidence and journals still agree; then the list of ar
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shlex
 import shutil
 import socket
+import subprocess
 import sys
 import tarfile
 import tempfile
@@ -160,11 +162,21 @@ def readme(report: Report) -> str:
         _again(report),
         "```",
         "",
-        f"`verify` needs the suite that made it: version {report.suite.version}, digest `{report.suite.digest}`. "
+        f"`verify` needs the suite that made it: version {report.suite.version}{_commit()}, digest `{report.suite.digest}`. "
         "Folders of the machine are replaced by words such as `<run>`.",
         "",
     ]
     return "\n".join(lines)
+
+
+def _commit() -> str:
+    """The commit of the checkout that this is, in words; nothing where it is none."""
+    package = Path(epd_conformance.__file__).resolve().parent
+    command = ["git", "-C", str(package), "rev-parse", "HEAD"]
+    with contextlib.suppress(OSError, subprocess.CalledProcessError):
+        head = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+        return f", commit `{head}`"
+    return ""
 
 
 def _again(report: Report) -> str:
@@ -199,16 +211,21 @@ TOPOLOGIES = ("aggregated", "e-pd", "e-p-d")
 
 
 def table(reports: Path, link: str) -> str:
-    """Environment class × topology → the last report of each subject, or "never run", as Markdown; `link` leads to `reports`."""
+    """Environment class × profile × topology → the last report of each subject, or "never run", as Markdown.
+
+    `link` leads to `reports`. Of a class that has no report the profile `all` stands there.
+    """
     found: list[tuple[str, Report]] = sorted(
         ((path.parent.name, read_report(path.parent)) for path in reports.glob(f"*/{REPORT_NAME}")),
         key=lambda pair: pair[1].run.started,
     )
-    lines = ["| environment | " + " | ".join(TOPOLOGIES) + " |", "|---|" + "---|" * len(TOPOLOGIES)]
+    lines = ["| environment | profile | " + " | ".join(TOPOLOGIES) + " |", "|---|---|" + "---|" * len(TOPOLOGIES)]
     for environment in CLASSES:
         mine = [(folder, report) for folder, report in found if report.environment_class == environment]
-        cells = [_entries(mine, topology, link) for topology in TOPOLOGIES]
-        lines.append(f"| {environment} | " + " | ".join(cells) + " |")
+        for profile in dict.fromkeys(report.run.profile for _, report in mine) or ["all"]:
+            of_profile = [(folder, report) for folder, report in mine if report.run.profile == profile]
+            cells = [_entries(of_profile, topology, link) for topology in TOPOLOGIES]
+            lines.append(f"| {environment} | {profile} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 

@@ -111,4 +111,10 @@ def excerpt(log: Path) -> str:
     lines = _read(log).splitlines()
     found = _find(lines)
     end = found[1] + 1 if found is not None else len(lines)
-    return "\n".join(lines[max(0, end - TAIL_LINES) : end]) or "(the log is empty)"
+    # Which process said it at what time stands in the log; here it would only push the words out of sight.
+    return "\n".join(_bare(line) for line in lines[max(0, end - TAIL_LINES) : end]) or "(the log is empty)"
+
+
+def _bare(line: str) -> str:
+    match = _DECORATION.match(line)
+    return line[match.end() :] if match is not None else line

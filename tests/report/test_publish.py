@@ -101,7 +101,7 @@ def test_the_table_says_what_ran_and_what_never_did(run: Path, tmp_path: Path) -
     readme.write_text(f"# A project\n{BEGIN}\nold\n{END}\nend\n")
     publish(run, tmp_path / "reports" / "one", readme)
     rows = {
-        line.split("|")[1].strip(): line.split("|")[2:-1] for line in readme.read_text().splitlines() if "|" in line
+        line.split("|")[1].strip(): line.split("|")[3:-1] for line in readme.read_text().splitlines() if "|" in line
     }
     cells = len([cell for item in publishing.read_report(run).requirements for cell in item.cells])
     assert rows["cpu-v1"] == [" never run ", f" [reference](reports/one): {cells} of {cells} pass ", " never run "]

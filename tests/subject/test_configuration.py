@@ -207,7 +207,7 @@ def test_what_the_harness_sets_is_not_overridden_in_certify() -> None:
         (["--max-num-batched", "9"], {}, 1),
         (["--por", "1", "--dty", "x", "--see=1", "--hos", "x", "--ec-t", "{}"], {}, 5),
         ([], {"EPD_JOURNAL": "/tmp", "PYTHONPATH": "x"}, 2),
-        (["--enable-mm-embeds", "--no-enable-prefix-caching", "--", "model", "--models"], {"MY_PORT": "1"}, 0),
+        (["--enable-mm-embeds", "--disable-log-stats", "--", "model", "--models"], {"MY_PORT": "1"}, 0),
     ],
 )
 def test_reserved_options_in_every_spelling(

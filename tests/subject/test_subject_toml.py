@@ -98,7 +98,7 @@ def test_placeholders_and_roles_are_filled_in() -> None:
     assert "writes" not in consumer["ec_connector_extra_config"]
     assert found.launch("ec_producer", stack()) == LaunchOptions(("--enable-mm-embeds",), {"MY_CONNECTOR_LOG": "info"})
     assert found.launch("ec_consumer", stack()) == LaunchOptions(
-        ("--enable-mm-embeds", "--no-enable-prefix-caching"),
+        ("--enable-mm-embeds", "--disable-log-stats"),
         {"MY_CONNECTOR_LOG": "info", "MY_CONNECTOR_ROLE": "ec_consumer"},
     )
 

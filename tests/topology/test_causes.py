@@ -215,7 +215,7 @@ def test_the_excerpt_ends_with_the_cause_and_not_with_the_shutdown(log: Path) ->
     ]
     log.write_text("\n".join(lines))
     assert likely_cause(log, 0) == "the server raised RuntimeError: the load fails: see the log"
-    assert excerpt(log) == "\n".join(lines[:2])
+    assert excerpt(log) == "    raise RuntimeError('the load fails')\nRuntimeError: the load fails"
     log.write_text("\n".join(lines[2:]))
     assert likely_cause(log, 0).startswith("a worker failed with 'the load fails'")
     log.write_text("\n".join(lines[3:]))
