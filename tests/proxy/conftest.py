@@ -22,6 +22,8 @@ class FakeStack:
     encode: list[Fake] = field(default_factory=list)
     prefill: list[Fake] = field(default_factory=list)
     decode: list[Fake] = field(default_factory=list)
+    app: Any = None
+    running: Any = None
 
     def chat(self, body: Any, headers: dict[str, str] | None = None, **options: Any) -> requests.Response:
         """POSTs a chat request to the proxy."""
@@ -33,7 +35,7 @@ MakeStack = Callable[..., FakeStack]
 
 @pytest.fixture
 def make_stack() -> Iterator[MakeStack]:
-    """Builds fake stacks: sizes by role, `timeout_s`, a `stages` class, URLs instead of the fakes'."""
+    """Builds fake stacks: sizes by role, a `stages` class, URLs instead of the fakes', options of ProxyConfig."""
     servers: list[Running] = []
 
     def build(
@@ -45,6 +47,7 @@ def make_stack() -> Iterator[MakeStack]:
         timeout_s: float = 5.0,
         urls: dict[str, list[str]] | None = None,
         fake_settings: dict[str, Any] | None = None,
+        **options: Any,
     ) -> FakeStack:
         stack = FakeStack()
         for role, size in (("encode", encode), ("prefill", prefill), ("decode", decode)):
@@ -61,8 +64,11 @@ def make_stack() -> Iterator[MakeStack]:
                 for role in ("encode", "prefill", "decode")
             },
             timeout_s=timeout_s,
+            **options,
         )
-        servers.append(Running(create_app(config, stages)))
+        stack.app = create_app(config, stages)
+        stack.running = Running(stack.app)
+        servers.append(stack.running)
         stack.url = servers[-1].url
         for server in servers:
             server.wait_until_started()

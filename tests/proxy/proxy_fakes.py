@@ -16,8 +16,18 @@ import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse
-from starlette.routing import Route
+from starlette.routing import Mount, Route
 from starlette.types import Receive, Scope, Send
+
+
+class _Server(uvicorn.Server):
+    """Remembers its event loop, so that a test can count the tasks in it."""
+
+    loop: asyncio.AbstractEventLoop
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        self.loop = asyncio.get_running_loop()
+        await super().startup(sockets)
 
 
 class Running:
@@ -27,7 +37,7 @@ class Running:
         listener = socket.create_server(("127.0.0.1", 0), backlog=512)
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         config = uvicorn.Config(app, log_level="critical", timeout_graceful_shutdown=1, **settings)
-        self.server = uvicorn.Server(config)
+        self.server = _Server(config)
         self.thread = threading.Thread(target=self.server.run, args=([listener],), daemon=True)
         self.thread.start()
 
@@ -69,14 +79,42 @@ def closed_port_url() -> str:
         return f"http://127.0.0.1:{listener.getsockname()[1]}"
 
 
+@contextmanager
+def hanging_up() -> Iterator[str]:
+    """A server that reads a request and closes the connection without a word; yields its URL."""
+
+    def serve(listener: socket.socket) -> None:
+        while True:
+            try:
+                peer, _ = listener.accept()
+            except OSError:
+                return
+            with peer:
+                peer.recv(65536)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=serve, args=(listener,), daemon=True)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            # Closing alone does not wake up who waits in accept.
+            listener.shutdown(socket.SHUT_RDWR)
+            thread.join(5)
+
+
 @dataclass
 class Seen:
     """One request that a fake received."""
 
-    body: dict[str, Any]
+    body: Any
     headers: dict[str, str]
     port: int
     at: float
+    raw: bytes = b""
+    method: str = "POST"
+    path: str = "/v1/chat/completions"
+    query: str = ""
 
 
 @dataclass
@@ -105,6 +143,7 @@ class Fake:
                 Route("/v1/chat/completions", _FakeChat(self), methods=["POST"]),
                 Route("/v1/models", models),
                 Route("/health", health),
+                Mount("/", _FakeChat(self)),
             ]
         )
 
@@ -129,6 +168,7 @@ class Reply:
     body: Any = None
     content_type: str = "application/json"
     location: str | None = None
+    headers: list[tuple[bytes, bytes]] = field(default_factory=list)
     chunks: list[bytes] | None = None
     wait_until: Callable[[], bool] = lambda: True
     wait_s: float = 0.0
@@ -148,8 +188,14 @@ class _FakeChat:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
-        body = json.loads(await request.body())
-        seen = Seen(body, dict(request.headers), scope["client"][1], time.monotonic())
+        raw = await request.body()
+        try:
+            body = json.loads(raw)
+        except (ValueError, RecursionError):
+            body = None
+        path = scope["raw_path"].decode()
+        query = scope["query_string"].decode()
+        seen = Seen(body, dict(request.headers), scope["client"][1], time.monotonic(), raw, request.method, path, query)
         self.fake.seen.append(seen)
         self.fake.flying += 1
         self.fake.peak = max(self.fake.peak, self.fake.flying)
@@ -177,7 +223,7 @@ class _FakeChat:
         while not reply.wait_until():
             await asyncio.sleep(0.01)
         await asyncio.sleep(reply.wait_s)
-        headers = [(b"content-type", reply.content_type.encode())]
+        headers = [(b"content-type", reply.content_type.encode()), *reply.headers]
         if reply.location:
             headers.append((b"location", reply.location.encode()))
         whole = reply.body if isinstance(reply.body, bytes) else json.dumps(reply.body or {}).encode()

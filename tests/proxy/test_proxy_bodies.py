@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from proxy_fakes import chat, image
 
-from epd_conformance.proxy.stages import decode_body, prefill_body
+from epd_conformance.proxy.stages import PREFILL_DROPS, decode_body, prefill_body
 
 HANDOVER = {
     "do_remote_decode": True,
@@ -31,11 +31,18 @@ def test_prefill_overrides_its_fields_and_nothing_else() -> None:
         min_tokens=8,
         kv_transfer_params={"mine": 1},
         logprobs=True,
+        top_logprobs=5,
+        prompt_logprobs=1,
+        logprob_token_ids=[1],
+        echo=True,
+        use_beam_search=True,
+        response_format={"type": "json_object"},
+        tool_choice="auto",
         tools=[{"type": "function"}],
         odd=[1, {"x": None}],
     )
     before = copy.deepcopy(body)
-    expected = {key: value for key, value in body.items() if key != "stream_options"} | {
+    expected = {key: value for key, value in body.items() if key not in PREFILL_DROPS} | {
         "stream": False,
         "max_tokens": 1,
         "max_completion_tokens": 1,

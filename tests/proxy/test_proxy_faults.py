@@ -185,11 +185,13 @@ def test_a_whole_stream_gets_no_error_event(make_stack: MakeStack) -> None:
     assert stack.chat(chat("hi", stream=True)).content == b"".join(sse({"x": 1}))
 
 
-def hang_up_after_sending(stack: FakeStack, body: dict[str, Any], wait: Any, first_bytes: int = 0) -> None:
+def hang_up_after_sending(
+    stack: FakeStack, body: dict[str, Any], wait: Any, first_bytes: int = 0, path: str = "/v1/chat/completions"
+) -> None:
     """A client that sends a request, reads `first_bytes` of the answer, waits, and closes its socket."""
     address = urlsplit(stack.url)
     raw = json.dumps(body).encode()
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(raw)}\r\n\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(raw)}\r\n\r\n"
     with socket.create_connection((address.hostname, address.port or 80), 5) as client:
         client.sendall(head.encode() + raw)
         while first_bytes > 0:
@@ -255,13 +257,17 @@ def test_an_id_that_cannot_stand_in_a_log_is_refused(make_stack: MakeStack, valu
 
 
 @pytest.mark.parametrize(
-    ("method", "path", "code"), [("GET", "/v1/chat/completions", 405), ("POST", "/v1/responses", 404)]
+    ("method", "path", "allowed"),
+    [
+        ("GET", "/v1/chat/completions", "POST"),
+        ("PUT", "/v1/completions", "POST"),
+        ("DELETE", "/v1/completions", "POST"),
+        ("POST", "/metrics", "GET, HEAD"),
+    ],
 )
-def test_a_route_that_does_not_exist_says_so_in_the_same_form(
-    make_stack: MakeStack, method: str, path: str, code: int
-) -> None:
+def test_a_wrong_method_says_so_in_the_same_form(make_stack: MakeStack, method: str, path: str, allowed: str) -> None:
     answer = requests.request(method, make_stack().url + path, timeout=5)
-    assert answer.status_code == code
+    assert (answer.status_code, answer.headers["allow"]) == (405, allowed)
     error_of(answer, stage="proxy")
 
 

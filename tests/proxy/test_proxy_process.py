@@ -21,8 +21,9 @@ from proxy_fakes import Fake, Reply, chat, closed_port_url, image, one_server, s
 from test_proxy_faults import hang_up_after_sending
 
 from epd_conformance.errors import UsageError
+from epd_conformance.proxy import __main__ as main_module
 from epd_conformance.proxy.__main__ import main
-from epd_conformance.proxy.app import load_stages, make_config, serve
+from epd_conformance.proxy.app import ProxyConfig, load_stages, make_config, serve
 from epd_conformance.proxy.stages import Stages
 
 
@@ -70,7 +71,7 @@ def test_200_mixed_requests_leave_no_socket_behind(fake: Fake, tmp_path: Path) -
     with proxy_process(tmp_path / "log", *urls, "--timeout-s", "5") as (process, url):
         stack = FakeStack(url)
         # A first answer: the process is fully up, and has no upstream connection yet.
-        assert requests.get(f"{url}/nowhere", timeout=5).status_code == 404
+        assert requests.get(f"{url}/v1/completions", timeout=5).status_code == 405
         time.sleep(0.1)
         fds = psutil.Process(process.pid).num_fds()
         start = sockets(process)
@@ -191,6 +192,57 @@ def test_bad_configuration_is_one_sentence(fields: dict[str, object], says: str)
         make_config(**fields)
     assert says in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_every_option_of_the_command_line_reaches_the_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    got: list[ProxyConfig] = []
+    monkeypatch.setattr(main_module, "serve", lambda config, host, port, stages: got.append(config))
+    expected = {
+        "encode": ["http://e"],
+        "prefill": ["http://p"],
+        "decode": ["http://d"],
+        "timeout_s": 7,
+        "deadline_s": 8,
+        "retries": 2,
+        "affinity": True,
+        "group_items": 4,
+        "metadata_only": True,
+        "max_body_bytes": 11,
+        "max_item_bytes": 12,
+        "media_hosts": ["h"],
+        "media_private": True,
+        "media_root": "/m",
+        "media_fetch": True,
+    }
+    arguments: list[str] = []
+    for name, value in expected.items():
+        arguments.append(
+            "--" + name.replace("_", "-").removesuffix("s") if name == "media_hosts" else f"--{name.replace('_', '-')}"
+        )
+        if value is not True:
+            arguments.append(value[0] if isinstance(value, list) else str(value))
+    assert main(arguments) == 0
+    assert got == [ProxyConfig(**expected)]
+    # No option is without a flag: the next one will be missed here.
+    assert set(expected) == set(ProxyConfig.model_fields)
+    assert main(["--decode", "http://d"]) == 0
+    assert got[1] == ProxyConfig(decode=["http://d"])
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"media_hosts": ["http://h"]}, "media_hosts"),
+        ({"media_hosts": ["*.*.h"]}, "media_hosts"),
+        ({"media_root": "here"}, "absolute"),
+        ({"retries": -1}, "retries"),
+        ({"group_items": 0}, "group_items"),
+        ({"deadline_s": 0}, "deadline_s"),
+    ],
+)
+def test_bad_options_are_one_sentence(fields: dict[str, object], says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        make_config(decode=["http://h"], **fields)
 
 
 def test_addresses_lose_their_trailing_slash() -> None:
