@@ -25,6 +25,7 @@ from epd_conformance import subject as subjects
 from epd_conformance.catalogue import ConformanceLevel
 from epd_conformance.errors import StackError, UsageError
 from epd_conformance.features import Feature
+from epd_conformance.store_cli import app as store_app
 from epd_conformance.verdict import Mode
 
 app = typer.Typer(
@@ -36,6 +37,7 @@ app = typer.Typer(
 )
 models_app = typer.Typer(help="The zoo of tiny models that are made by code.", no_args_is_help=True)
 app.add_typer(models_app, name="models")
+app.add_typer(store_app, name="store")
 
 SubjectOption = Annotated[
     str, typer.Option("--subject", help="reference, vllm-example, an entry point, module:Class, or file.toml")
@@ -488,22 +490,15 @@ def _interrupt(*_: object) -> None:
     raise KeyboardInterrupt
 
 
-@app.command()
-def proxy(
-    decode: Annotated[list[str], typer.Option(help="a decode (or prefill+decode) server's URL; may be repeated")],
-    encode: Annotated[list[str] | None, typer.Option(help="an encode server's URL; may be repeated")] = None,
-    prefill: Annotated[list[str] | None, typer.Option(help="a prefill server's URL; may be repeated")] = None,
-    host: Annotated[str, typer.Option(help="address to listen on")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="0 takes a free one and prints it")] = 0,
-    timeout_s: Annotated[float | None, typer.Option(help="seconds that an upstream may stay silent")] = None,
-) -> None:
-    """Run the proxy alone, in front of servers that something else started."""
-    from epd_conformance.proxy.app import ProxyConfig, make_config
-    from epd_conformance.proxy.app import serve as serve_proxy
+@app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
+    help="Run the proxy alone, in front of servers that something else started; --help shows its options.",
+)
+def proxy(context: typer.Context) -> None:
+    """One place says what the options are: the proxy's own."""
+    from epd_conformance.proxy.__main__ import main as serve_proxy
 
-    silent = timeout_s if timeout_s is not None else ProxyConfig.model_fields["timeout_s"].default
-    config = make_config(encode=encode or [], prefill=prefill or [], decode=decode, timeout_s=silent)
-    serve_proxy(config, host, port, None)
+    raise typer.Exit(serve_proxy(context.args))
 
 
 @models_app.command("build")

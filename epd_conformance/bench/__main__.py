@@ -13,13 +13,14 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from epd_conformance.bench import boot, cell, proxy
+from epd_conformance.bench import boot, cell, connector, proxy
 from epd_conformance.bench.result import Measurement
 from epd_conformance.errors import StackError, UsageError
 
 BENCHMARKS: dict[str, Callable[[Path, Callable[[str], None]], list[Measurement]]] = {
     "boot": boot.measure,
     "cell": cell.measure,
+    "connector": connector.measure,
     "proxy": proxy.measure,
 }
 

@@ -12,7 +12,10 @@ In it:
     - dtype, quantization, config overrides, and whether the weights are dummies;
     - the server-level settings that change rows or pixels under an unchanged key (``--mm-processor-kwargs``),
       the pruning of video rows, and ``--media-io-kwargs``.
-Not in it: LoRA adapters of the tower; ``--limit-mm-per-prompt`` (a consumer without a tower sets it to 0);
+Items that were encoded under a LoRA adapter of the tower have a fingerprint of their own, made of this one and the
+adapter's files: vLLM puts the adapter's name into the key, not its weights.
+
+Not in it: ``--limit-mm-per-prompt`` (a consumer without a tower sets it to 0);
 the device, parallelism and attention backend of the encoder (these change rounding, not identity).
 
 Importing this needs neither vLLM nor torch.
@@ -53,6 +56,7 @@ _WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf"})
 # `.py`: code that comes with the model and runs with it (--trust-remote-code).
 _CODE_SUFFIXES = frozenset({".py"})
 _CONFIG_NAMES = re.compile(r"(config|params|(\w*pre)?processor_config|.*\.index)\.json")
+_ADAPTER_CONFIG = "adapter_config.json"
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
@@ -109,6 +113,27 @@ def fingerprint(identity: ModelIdentity) -> str:
         )
     parts = [weights, identity.weights_url, identity.dtype, identity.quantization, identity.settings]
     return blake3.blake3(json.dumps(["fingerprint/1", *parts]).encode()).hexdigest()
+
+
+def adapter_fingerprint(model: str, adapter: str) -> str:
+    """The fingerprint of what a model's tower puts out under a LoRA adapter: 64 hex digits.
+
+    Args:
+        model: the fingerprint of the model. adapter: the adapter's folder or, where it is not a local one, its name,
+            which then stands for its weights.
+    """
+    folder = Path(adapter)
+    if not folder.is_dir():
+        return str(blake3.blake3(json.dumps(["adapter/1", model, "name:" + adapter]).encode()).hexdigest())
+    files = sorted(path for path in folder.iterdir() if path.suffix in _WEIGHT_SUFFIXES or path.name == _ADAPTER_CONFIG)
+    state = tuple((str(path), status.st_size, status.st_mtime_ns) for path in files for status in [path.stat()])
+    return _adapter_fingerprint(model, state)
+
+
+@functools.lru_cache(maxsize=256)
+def _adapter_fingerprint(model: str, state: tuple[tuple[str, int, int], ...]) -> str:
+    listing = [[Path(name).name, size, file_digest(Path(name))] for name, size, _ in state]
+    return str(blake3.blake3(json.dumps(["adapter/1", model, listing]).encode()).hexdigest())
 
 
 def model_identity(vllm_config: Any) -> ModelIdentity:

@@ -20,6 +20,7 @@ import secrets
 import stat
 import sys
 import urllib.parse
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -210,15 +211,26 @@ def encode(tensor: torch.Tensor, header: Header) -> bytes:
     Raises:
         ObjectError: ``shape`` if the header describes another tensor.
     """
+    return b"".join(encode_parts(tensor, header))
+
+
+def encode_parts(tensor: torch.Tensor, header: Header) -> tuple[bytes, memoryview]:
+    """As ``encode``, in two parts: what stands before the rows, and the rows where they lie. Joining them would copy
+    every row once more."""
     described = (header.rows, header.width, header.dtype)
     actual = (*tensor.shape, str(tensor.dtype).removeprefix("torch."))
     if described != actual:
         raise ObjectError(Reason.SHAPE, f"the header describes {described}, the tensor is {actual}")
-    return pack(header, _payload(tensor))
+    return _front(header), _payload(tensor)
 
 
 def pack(header: Header, payload: bytes | memoryview) -> bytes:
     """The bytes of an object with this header and these rows (row-major, little-endian), which are not looked at."""
+    return b"".join((_front(header), payload))
+
+
+def _front(header: Header) -> bytes:
+    """Everything of an object that stands before its rows."""
     metadata = {
         "format": FORMAT,
         # Percent-encoded UTF-8 is exact for every str (JSON would join a pair of lone surrogates to one
@@ -237,7 +249,7 @@ def pack(header: Header, payload: bytes | memoryview) -> bytes:
     text = json.dumps(document, separators=(",", ":")).encode("ascii")
     # safetensors aligns the payload to eight bytes, with spaces behind the header.
     text += b" " * (-len(text) % _LENGTH_BYTES)
-    return b"".join((len(text).to_bytes(_LENGTH_BYTES, "little"), text, payload))
+    return len(text).to_bytes(_LENGTH_BYTES, "little") + text
 
 
 def repack(header: Header, payload: bytes) -> bytes:
@@ -251,7 +263,7 @@ def unpack(data: bytes) -> tuple[Header, bytes]:
     Raises:
         ObjectError: as `decode`.
     """
-    header, start = _checked(data)
+    header, start = check(data)
     return header, data[start:]
 
 
@@ -267,7 +279,7 @@ def decode(data: bytes | bytearray) -> tuple[Header, torch.Tensor]:
         ObjectError: ``truncated``, ``malformed``, ``version`` or ``checksum``.
     """
     buffer = data if isinstance(data, bytearray) else bytearray(data)
-    header, start = _checked(buffer)
+    header, start = check(buffer)
 
     import torch
 
@@ -285,26 +297,42 @@ def _layout(header: Header) -> dict[str, Any]:
     return {"dtype": name, "shape": [header.rows, header.width], "data_offsets": [0, size]}
 
 
-def _checked(buffer: bytes | bytearray) -> tuple[Header, int]:
-    """Header of an object and where its rows begin, everything that it says about itself checked."""
-    if len(buffer) < _LENGTH_BYTES:
-        raise ObjectError(Reason.TRUNCATED, f"{len(buffer)} bytes are less than the length field of a header")
-    start = _LENGTH_BYTES + int.from_bytes(buffer[:_LENGTH_BYTES], "little")
-    if start > len(buffer):
-        raise ObjectError(Reason.TRUNCATED, f"the header ends at byte {start}, the object at {len(buffer)}")
-    entry, metadata = _parse_json(bytes(buffer[_LENGTH_BYTES:start]))
+def check(buffer: bytes | bytearray | memoryview) -> tuple[Header, int]:
+    """The header of an object and where its rows begin, everything that the object says about itself checked.
+
+    Raises:
+        ObjectError: ``truncated``, ``malformed``, ``version`` or ``checksum``.
+    """
+    header, start = read_header(buffer, len(buffer))
+    if header.checksum != _checksum(memoryview(buffer)[start:]):
+        raise ObjectError(Reason.CHECKSUM, f"the payload of {show_key(header.key)} is not what was written")
+    return header, start
+
+
+def read_header(beginning: bytes | bytearray | memoryview, size: int) -> tuple[Header, int]:
+    """The header of an object of ``size`` bytes, of which at least the header is given, and where its rows begin.
+
+    The rows are not looked at: good for listing a store, not for using an object.
+
+    Raises:
+        ObjectError: ``truncated``, ``malformed``, ``version``, or ``checksum`` of the header.
+    """
+    if len(beginning) < _LENGTH_BYTES:
+        raise ObjectError(Reason.TRUNCATED, f"{len(beginning)} bytes are less than the length field of a header")
+    start = _LENGTH_BYTES + int.from_bytes(beginning[:_LENGTH_BYTES], "little")
+    if start > len(beginning):
+        raise ObjectError(Reason.TRUNCATED, f"the header ends at byte {start}, the object at {len(beginning)}")
+    entry, metadata = _parse_json(bytes(beginning[_LENGTH_BYTES:start]))
     header = _parse_metadata(metadata)
 
     layout = _layout(header)
     if entry != layout:
         raise ObjectError(Reason.MALFORMED, f"the tensor is {entry}, its metadata say {layout}")
-    size = layout["data_offsets"][1]
-    if start + size > len(buffer):
-        raise ObjectError(Reason.TRUNCATED, f"the payload ends at byte {start + size}, the object at {len(buffer)}")
-    if start + size < len(buffer):
-        raise ObjectError(Reason.MALFORMED, f"{len(buffer) - start - size} bytes follow the payload")
-    if header.checksum != _checksum(memoryview(buffer)[start:]):
-        raise ObjectError(Reason.CHECKSUM, f"the payload of {show_key(header.key)} is not what was written")
+    payload = layout["data_offsets"][1]
+    if start + payload > size:
+        raise ObjectError(Reason.TRUNCATED, f"the payload ends at byte {start + payload}, the object at {size}")
+    if start + payload < size:
+        raise ObjectError(Reason.MALFORMED, f"{size - start - payload} bytes follow the payload")
     return header, start
 
 
@@ -313,6 +341,20 @@ def verify(header: Header, tensor: torch.Tensor, expect: Expectation) -> None:
 
     Raises:
         ObjectError: ``key``, ``model``, ``rows``, ``width``, ``dtype`` or ``shape``, the first that differs.
+    """
+    verify_header(header, expect)
+    actual_tensor = (*tensor.shape, str(tensor.dtype).removeprefix("torch."))
+    if actual_tensor != (header.rows, header.width, header.dtype):
+        raise ObjectError(
+            Reason.SHAPE, f"the tensor of {show_key(expect.key)} is {actual_tensor}, not as its header says"
+        )
+
+
+def verify_header(header: Header, expect: Expectation) -> None:
+    """Check what an object says about itself against what its reader needs.
+
+    Raises:
+        ObjectError: ``key``, ``model``, ``rows``, ``width`` or ``dtype``, the first that differs.
     """
     if header.key != expect.key:
         raise ObjectError(Reason.KEY, f"the object is of {show_key(header.key)}, wanted is {show_key(expect.key)}")
@@ -335,14 +377,9 @@ def verify(header: Header, tensor: torch.Tensor, expect: Expectation) -> None:
             Reason.WIDTH,
             f"width of {show_key(expect.key)} is {header.width}, wanted is a multiple of {expect.width_multiple}",
         )
-    actual_tensor = (*tensor.shape, str(tensor.dtype).removeprefix("torch."))
-    if actual_tensor != (header.rows, header.width, header.dtype):
-        raise ObjectError(
-            Reason.SHAPE, f"the tensor of {show_key(expect.key)} is {actual_tensor}, not as its header says"
-        )
 
 
-def publish(root: Path, key: str, data: bytes, *, fsync: bool = False) -> Path:
+def publish(root: Path, key: str, data: bytes | Sequence[bytes | memoryview], *, fsync: bool = False) -> Path:
     """Put an object under the name of its key, whole or not at all.
 
     It is written beside its final name and renamed. The rename is atomic on a local file system and on NFS
@@ -351,6 +388,7 @@ def publish(root: Path, key: str, data: bytes, *, fsync: bool = False) -> Path:
     usually 0600, and renaming keeps that).
 
     Args:
+        data: the object, whole or in parts.
         root: must exist. It is never made here: a store whose mount has gone must not come up on the disk
         below.
         fsync: also survive a loss of power. Without it a crash of the machine, not of the process, may leave
@@ -362,18 +400,26 @@ def publish(root: Path, key: str, data: bytes, *, fsync: bool = False) -> Path:
     Raises:
         OSError: as the file system says; what was written so far is removed.
     """
-    if not root.is_dir():
-        raise FileNotFoundError(f"the store's root {root} is not there")
     path = root / object_name(key)
-    path.parent.mkdir(parents=True, exist_ok=True)
     # The name holds nothing of the key and is unlike any object's name, so a sweep can tell it from one.
     temporary = path.parent / f".{os.getpid()}-{secrets.token_hex(8)}.tmp"
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    try:
+        descriptor = os.open(temporary, flags, 0o644)
+    except FileNotFoundError:
+        if not root.is_dir():
+            raise FileNotFoundError(f"the store's root {root} is not there") from None
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(temporary, flags, 0o644)
     try:
         try:
-            view = memoryview(data)
-            while view:
-                view = view[os.write(descriptor, view) :]
+            views = [memoryview(part) for part in ((data,) if isinstance(data, bytes) else data)]
+            while views:
+                written = os.writev(descriptor, views)
+                while views and written >= len(views[0]):
+                    written -= len(views.pop(0))
+                if views:
+                    views[0] = views[0][written:]
             if fsync:
                 os.fsync(descriptor)
         finally:
@@ -395,29 +441,30 @@ def publish(root: Path, key: str, data: bytes, *, fsync: bool = False) -> Path:
 def stat_identity(root: Path, key: str) -> StatIdentity | None:
     """The state of the file under a key's name, or None if there is none (or it cannot be told)."""
     try:
-        status = (root / object_name(key)).stat()
+        return identity_of((root / object_name(key)).stat())
     except OSError:
         return None
+
+
+def identity_of(status: os.stat_result) -> StatIdentity:
+    """The state of a file, from its status."""
     return StatIdentity(status.st_ino, status.st_size, status.st_mtime_ns)
 
 
-def read_object(root: Path, key: str) -> tuple[bytearray, StatIdentity]:
-    """All bytes under a key's name, in memory of this process, and the file's state before they were read.
-
-    Never a mapping of the file: whoever truncates or overwrites it in place would reach into the reader.
+@contextlib.contextmanager
+def open_object(path: Path) -> Iterator[tuple[int, os.stat_result]]:
+    """A descriptor and the status of an object's file.
 
     Raises:
-        ObjectError: ``missing`` or ``unreadable``. What is shorter than it should be is for ``decode`` to
-        find.
+        ObjectError: ``missing`` or ``unreadable`` (also when what is done inside raises an OSError).
     """
-    path = root / object_name(key)
     try:
         # O_NONBLOCK: opening a FIFO for reading would otherwise wait for a writer for ever.
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    except FileNotFoundError:
-        raise ObjectError(Reason.MISSING, f"no object for {show_key(key)}") from None
+    except (FileNotFoundError, NotADirectoryError):
+        raise ObjectError(Reason.MISSING, f"there is no {path}") from None
     except OSError as error:
-        raise ObjectError(Reason.UNREADABLE, f"cannot open the object of {show_key(key)}: {error}") from error
+        raise ObjectError(Reason.UNREADABLE, f"cannot open {path}: {error}") from error
     try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
@@ -426,17 +473,37 @@ def read_object(root: Path, key: str) -> tuple[bytearray, StatIdentity]:
             raise ObjectError(
                 Reason.UNREADABLE, f"{path} has {status.st_size} bytes, at most {MAX_OBJECT_BYTES} are read"
             )
-        buffer = bytearray(status.st_size)
-        filled = 0
-        with memoryview(buffer) as view:
-            while filled < len(buffer) and (count := os.readv(descriptor, [view[filled:]])):
-                filled += count
-        del buffer[filled:]
+        yield descriptor, status
     except OSError as error:
-        raise ObjectError(Reason.UNREADABLE, f"cannot read the object of {show_key(key)}: {error}") from error
+        raise ObjectError(Reason.UNREADABLE, f"cannot read {path}: {error}") from error
     finally:
         os.close(descriptor)
-    return buffer, StatIdentity(status.st_ino, status.st_size, status.st_mtime_ns)
+
+
+def fill(descriptor: int, view: memoryview, offset: int = 0) -> int:
+    """Read into memory of this process until the view is full or the file ends; how many bytes were read.
+
+    Never a mapping of the file: whoever truncates or overwrites it in place would reach into the reader.
+    """
+    filled = 0
+    while filled < len(view) and (count := os.preadv(descriptor, [view[filled:]], offset + filled)):
+        filled += count
+    return filled
+
+
+def read_object(root: Path, key: str) -> tuple[bytearray, StatIdentity]:
+    """All bytes under a key's name, in memory of this process, and the file's state before they were read.
+
+    Raises:
+        ObjectError: ``missing`` or ``unreadable``. What is shorter than it should be is for ``decode`` to
+        find.
+    """
+    with open_object(root / object_name(key)) as (descriptor, status):
+        buffer = bytearray(status.st_size)
+        with memoryview(buffer) as view:
+            filled = fill(descriptor, view)
+        del buffer[filled:]
+    return buffer, identity_of(status)
 
 
 def load(root: Path, expect: Expectation) -> tuple[Header, torch.Tensor, StatIdentity]:

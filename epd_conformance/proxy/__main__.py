@@ -20,7 +20,7 @@ def main(argv: list[str] | None = None) -> int:
         shown = default(name)
         return f"{ProxyConfig.model_fields[name].description}{f' (default: {shown})' if shown else ''}"
 
-    parser = argparse.ArgumentParser(prog="python -m epd_conformance.proxy", description=__doc__)
+    parser = argparse.ArgumentParser(prog="epd-conformance proxy", description=__doc__)
     for role in ("encode", "prefill", "decode"):
         parser.add_argument(
             f"--{role}",

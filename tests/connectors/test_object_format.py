@@ -258,21 +258,34 @@ def test_published_objects_are_readable_by_others(tmp_path: Path, fsync: bool) -
 def test_a_failed_publication_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     of.publish(tmp_path, "k", object_of(tensor_of()))
     files = sorted(path for path in tmp_path.rglob("*") if path.is_file())
-    real, calls = os.write, 0
+    calls = 0
 
-    def full_disk(descriptor: int, data: memoryview) -> int:
+    def full_disk(descriptor: int, parts: list[memoryview]) -> int:
         nonlocal calls
         calls += 1
         if calls > 1:
             raise OSError(28, "No space left on device")
-        return real(descriptor, data[:10])
+        return os.write(descriptor, parts[0][:10])
 
-    monkeypatch.setattr(os, "write", full_disk)
+    monkeypatch.setattr(os, "writev", full_disk)
     with pytest.raises(OSError, match="No space"):
         of.publish(tmp_path, "k", object_of(tensor_of(5, 5)))
     assert calls == 2
     assert sorted(path for path in tmp_path.rglob("*") if path.is_file()) == files
     assert torch.equal(of.load(tmp_path, Expectation("k", FINGERPRINT))[1], tensor_of())
+
+
+def test_short_writes_lose_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file system may take part of what it is given, across the parts or inside one."""
+    data = object_of(tensor_of(5, 5))
+    limits = iter([3, 1, len(data) // 2, *[7] * len(data)])
+
+    def short(descriptor: int, parts: list[memoryview]) -> int:
+        return os.write(descriptor, b"".join(parts)[: next(limits)])
+
+    monkeypatch.setattr(os, "writev", short)
+    path = of.publish(tmp_path, "k", [data[:2], memoryview(data)[2:9], b"", data[9:]])
+    assert path.read_bytes() == data
 
 
 def test_a_vanished_root_is_not_made_again(tmp_path: Path) -> None:

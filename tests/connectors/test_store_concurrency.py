@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import random
-import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -115,32 +114,90 @@ def test_writing_in_place_would_be_seen(tmp_path: Path) -> None:
     assert failures & {Reason.TRUNCATED, Reason.CHECKSUM}
 
 
-def test_a_killed_writer_never_leaves_a_wrong_object(tmp_path: Path) -> None:
+# Forks a writer, kills it after so many seconds, waits for its end and says so: starting Python anew for each of
+# 200 kills would take most of the test's time.
+KILLER = """
+import os, signal, sys, time
+from pathlib import Path
+from epd_conformance.connectors.object_format import object_name, publish
+root, count, *files = sys.argv[1:]
+objects = [Path(name).read_bytes() for name in files]
+print("ready", flush=True)
+sys.stdin.readline()
+for line in sys.stdin:
+    child = os.fork()
+    if child == 0:
+        for turn in range(int(count)):
+            publish(Path(root), "shared/key", objects[turn % len(objects)])
+    time.sleep(float(line))
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    print("killed", flush=True)
+"""
+
+IN_PLACE_KILLER = KILLER.replace(
+    'publish(Path(root), "shared/key", objects[turn % len(objects)])',
+    'path = Path(root, object_name("shared/key")); path.parent.mkdir(parents=True, exist_ok=True); '
+    "path.write_bytes(objects[turn % len(objects)])",
+)
+
+
+def kill_writers(script: str, tmp_path: Path, moments: int) -> tuple[int, Counter[str], set[int]]:
+    """Kill a writer of 8 MiB objects at random moments of its work.
+
+    Returns:
+        How many writers were killed in the middle of a file; what was found under the key afterwards, each time: a
+        whole object or the reason of its refusal; after which kills the key took no other object.
+    """
     root = tmp_path / "root"
     root.mkdir()
-    objects = [object_bytes(seed, rows=2048, width=1024) for seed in range(2)]  # 8 MiB each
+    objects = [object_bytes(seed, rows=2048, width=1024) for seed in range(2)]
     files = [tmp_path / f"{seed}.object" for seed in range(2)]
     for file, (data, _) in zip(files, objects, strict=True):
         file.write_bytes(data)
     expect = Expectation(KEY, FINGERPRINT, rows=2048, dtype="float32", width=1024)
-    moments = random.Random(1)
+    third, third_tensor = object_bytes(2, rows=4, width=1024)
+    rng = random.Random(1)
     torn = 0
-    for _ in range(20):
-        process = writer(WRITER, root, 10_000_000, files)
-        start(process)
-        time.sleep(moments.uniform(0.0, 0.03))
-        os.kill(process.pid, signal.SIGKILL)
+    found: Counter[str] = Counter()
+    unusable: set[int] = set()
+    process = writer(script, root, 10_000_000, files)
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write("go\n")
+    try:
+        for number in range(moments):
+            process.stdin.write(f"{rng.uniform(0.0, 0.025)}\n")
+            process.stdin.flush()
+            assert process.stdout.readline() == "killed\n"
+            for path in root.rglob("*.tmp"):
+                torn += path.stat().st_size < len(objects[0][0])
+                path.unlink()
+            try:
+                header, tensor, _ = of.load(root, expect)
+            except ObjectError as error:
+                found[str(error.reason)] += 1
+            else:
+                right = torch.equal(tensor, objects[int(header.creator.removeprefix("seed "))][1])
+                found["whole" if right else "wrong"] += 1
+            of.publish(root, KEY, third)
+            if not torch.equal(of.load(root, Expectation(KEY, FINGERPRINT, rows=4))[1], third_tensor):
+                unusable.add(number)
+    finally:
         stop(process)
-        leftovers = list(root.rglob("*.tmp"))
-        torn += sum(path.stat().st_size < len(objects[0][0]) for path in leftovers)
-        for path in leftovers:
-            path.unlink()
-        try:
-            header, tensor, _ = of.load(root, expect)
-        except ObjectError as error:
-            assert error.reason is Reason.MISSING
-            continue
-        assert torch.equal(tensor, objects[int(header.creator.removeprefix("seed "))][1])
-    assert torn, "no writer was killed while it wrote: nothing was tested"
-    of.publish(root, KEY, objects[0][0])  # the key is still usable
-    assert torch.equal(of.load(root, expect)[1], objects[0][1])
+    return torn, found, unusable
+
+
+def test_a_killed_writer_never_leaves_a_wrong_object(tmp_path: Path) -> None:
+    torn, found, unusable = kill_writers(KILLER, tmp_path, 200)
+    assert sum(found.values()) == 200
+    # `rows`: the writer was killed before its first object had its name, so the third one was still there.
+    assert set(found) <= {"whole", "missing", "rows"}, found
+    assert found["whole"] > 20, found
+    assert torn > 20, "hardly any writer was killed while it wrote"
+    assert not unusable
+
+
+def test_killing_a_writer_in_place_would_be_seen(tmp_path: Path) -> None:
+    _, found, _ = kill_writers(IN_PLACE_KILLER, tmp_path, 20)
+    assert found["truncated"] or found["checksum"], found
