@@ -101,6 +101,8 @@ class ReferenceSubject(Subject):
             Feature.MULTI_CONSUMER,
             Feature.PERSISTENT_STORE,
             Feature.STORE_PROBE,
+            Feature.ASYNC_TRANSFER,
+            Feature.STATS,
         }
     )
 
