@@ -22,17 +22,23 @@ from epd_conformance.topology.spec import Role, Shape, Topology
 from epd_conformance.topology.stack import Site, StackSpec
 
 
-class Promising(ReferenceSubject):
-    features = ReferenceSubject.features | {Feature.STATS}
+class Plain(ReferenceSubject):
+    """Promises nothing that the made journals below do not show."""
+
+    features = ReferenceSubject.features - {Feature.STATS, Feature.ASYNC_TRANSFER}
 
 
-class NoProbe(ReferenceSubject):
+class Promising(Plain):
+    features = Plain.features | {Feature.STATS}
+
+
+class NoProbe(Plain):
     def probe(self, stack: StackInfo) -> Any:
         return None
 
 
-class Hiding(ReferenceSubject):
-    features = ReferenceSubject.features - {Feature.STORE_PROBE}
+class Hiding(Plain):
+    features = Plain.features - {Feature.STORE_PROBE}
 
 
 def info(folder: Path, topology: Topology) -> StackInfo:
@@ -74,7 +80,7 @@ class Booted:
 
 
 def test_every_role_is_asked_once_and_written_down_once(tmp_path: Path) -> None:
-    booted = Booted(tmp_path, ReferenceSubject(), "2e-1pd")
+    booted = Booted(tmp_path, Plain(), "2e-1pd")
     assert list(booted.configured) == [Role.ENCODE, Role.PREFILL_DECODE]
     booted.run._learn_subject(booted.site)
     booted.run._learn_subject(booted.site)
@@ -102,7 +108,7 @@ def test_an_undeclared_feature_that_is_there_warns(tmp_path: Path) -> None:
 
 
 def test_the_end_of_a_run_says_what_the_journals_show(tmp_path: Path) -> None:
-    booted = Booted(tmp_path, ReferenceSubject())
+    booted = Booted(tmp_path, Plain())
     booted.write(ev="defer", req="r")
     booted.run.end()
     told = [line["text"] for line in booted.lines("warning")]
