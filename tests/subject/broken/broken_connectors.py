@@ -11,7 +11,9 @@ from epd_conformance.connectors.verified_store import StoreConfig, VerifiedStore
 
 
 class Ignoring(VerifiedStoreConnector):
-    """Looks only at `root`."""
+    """Looks only at `root`, and counts nothing."""
+
+    get_ec_connector_stats = ECConnectorBase.get_ec_connector_stats
 
     def __init__(self, vllm_config: Any, role: ECConnectorRole) -> None:
         root = vllm_config.ec_transfer_config.ec_connector_extra_config["root"]
@@ -34,7 +36,9 @@ class Unfinished(ECConnectorBase):
 
 
 class Refusing(VerifiedStoreConnector):
-    """Has no device in the worker."""
+    """Has no device in the worker, and counts nothing."""
+
+    get_ec_connector_stats = ECConnectorBase.get_ec_connector_stats
 
     def __init__(self, vllm_config: Any, role: ECConnectorRole) -> None:
         if role is ECConnectorRole.WORKER:
