@@ -5,7 +5,6 @@ Pure data and pure decisions; `live/attached.py` talks to the servers.
 
 from __future__ import annotations
 
-import tomllib
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -19,6 +18,7 @@ from epd_conformance.errors import UsageError
 from epd_conformance.features import Feature
 from epd_conformance.oracle.cell import Judgement
 from epd_conformance.subject import Implementation, StackInfo, Subject
+from epd_conformance.toml_file import read_toml
 from epd_conformance.topology.spec import Role, Topology
 from epd_conformance.verdict import Verdict
 
@@ -133,12 +133,7 @@ _ROLES = {
 
 def load(path: Path) -> Attachment:
     """Read an attachment file. Raises UsageError, in one sentence, for what cannot be read or does not fit."""
-    try:
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UsageError(f"the file {path} of --attach cannot be read ({error.strerror}): correct its name") from error
-    except ValueError as error:  # tomllib's and the codec's
-        raise UsageError(f"{path} is not TOML ({error}): correct it, docs/attach.md has an example") from error
+    data = read_toml(path, f"the file {path} of --attach", "docs/attach.md")
     try:
         attachment = Attachment.model_validate(data)
     except ValidationError as error:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import difflib
 import re
-import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from epd_conformance.faults.fault import Fault
 from epd_conformance.features import Feature
 from epd_conformance.probe import StoreProbe
 from epd_conformance.subject import Implementation, LaunchOptions, StackInfo, Subject, imported
+from epd_conformance.toml_file import read_toml
 from epd_conformance.topology.spec import Role, ec_role
 
 ROLES = ("ec_producer", "ec_consumer", "ec_both")
@@ -149,12 +149,7 @@ class TomlSubject(Subject):
 
 def read(path: Path) -> TomlSubject:
     """The subject in a TOML file. Raises UsageError, in one sentence that names file and key, for what does not fit."""
-    try:
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UsageError(f"the subject {path} cannot be read ({error.strerror}): correct its name") from error
-    except ValueError as error:  # tomllib's and the codec's
-        raise UsageError(f"{path} is not TOML ({error}): correct it, docs/subjects.md has an example") from error
+    data = read_toml(path, f"the subject {path}", "docs/subjects.md")
     try:
         file = SubjectFile.model_validate(data)
     except ValidationError as error:
