@@ -84,7 +84,9 @@ def _root(
 @app.command()
 def run(
     subject: SubjectOption = "",
-    profile: Annotated[str, typer.Option(help="aggregated, e-pd, e-p-d, all, or sizes such as 2e-1pd")] = "e-pd",
+    profile: Annotated[
+        str, typer.Option(help="contract, aggregated, e-pd, e-p-d, all, or sizes such as 2e-1pd")
+    ] = "e-pd",
     level: Annotated[ConformanceLevel, typer.Option(help="core: the path works and answers are equal")] = (
         ConformanceLevel.FULL
     ),
@@ -95,6 +97,9 @@ def run(
     out: Annotated[Path | None, typer.Option(help="folder for report, evidence and logs (default: runs/…)")] = None,
     seed: Annotated[
         int | None, typer.Option(help="draws the contents of every cell (default: 0; with --attach a new one)")
+    ] = None,
+    examples: Annotated[
+        int | None, typer.Option(help="plans that the profile contract draws (default: by mode)")
     ] = None,
     boot: BootOption = "",
     attach: Annotated[
@@ -122,6 +127,7 @@ def run(
     arguments = ["--profile", profile, "--level", level, "--device", device, "--model", model]
     arguments += ["--mode", mode, "--memory-wait", str(memory_wait)]
     arguments += ["--seed", str(seed)] if seed is not None else []
+    arguments += ["--examples", str(examples)] if examples is not None else []
     for option, value in (("--subject", subject), ("--dtype", dtype), ("--boot", boot), ("-k", keyword)):
         arguments += [option, value] if value else []
     for option, path in (("--out", out), ("--attach", attach), ("--known", known), ("--junitxml", junitxml)):
@@ -339,7 +345,9 @@ def verify(
 
 @app.command()
 def replay(
-    plan: Annotated[Path, typer.Argument(help="a cell's evidence: cells/*.json in the folder of a run")],
+    plan: Annotated[
+        Path, typer.Argument(help="a cell's evidence (cells/*.json in the folder of a run), or an engine plan")
+    ],
     subject: Annotated[str, typer.Option(help="as in run (default: the run's)")] = "",
     device: Annotated[str, typer.Option(help="cpu or cuda (default: the run's)")] = "",
     model: Annotated[str, typer.Option(help="as in run (default: the run's)")] = "",
@@ -356,7 +364,19 @@ def replay(
     from dataclasses import replace
 
     from epd_conformance import replay as replays
+    from epd_conformance.engine import replaying
 
+    def say(line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
+    if (without_servers := replaying.read(plan)) is not None:
+        for option, value in (("device", device), ("model", model), ("dtype", dtype), ("boot", boot), ("out", out)):
+            if value:
+                raise UsageError(f"{plan} is carried out without servers: leave out --{option}")
+        found = replaying.replay(without_servers, subject, repeat, say)
+        text = "\n".join(replaying.lines(without_servers, found))
+        print(json.dumps(replaying.to_json(without_servers, found), indent=2) if as_json else text)
+        raise typer.Exit(1 if replaying.failed(without_servers, found) else 0)
     recorded = replays.read(plan)
     options = replace(recorded.options, out=out, memory_wait_s=memory_wait)
     if device and device != options.device:
@@ -371,10 +391,6 @@ def replay(
         seed=options.seed if seed is None else seed,
     )
     signal.signal(signal.SIGTERM, _interrupt)
-
-    def say(line: str) -> None:
-        print(line, file=sys.stderr, flush=True)
-
     folder, results = replays.replay(recorded, options, repeat=repeat, restart=restart, say=say)
     if as_json:
         print(json.dumps(replays.to_json(recorded, folder, results), indent=2))

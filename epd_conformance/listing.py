@@ -74,8 +74,8 @@ def requirements(found: Sequence[Requirement]) -> RenderableType:
         items = list(group)
         parts += [Text(f"{area}: {_counted(items)}", style="bold")]
         for item in items:
-            # In columns: of all values the longest make 77 characters, so that no line folds.
-            words = f"{item.level:<6} {item.owner:<9} {item.status:<7} {item.layer:<9} {', '.join(item.topologies)}"
+            # In columns: of all values the longest make 79 characters, so that no line folds.
+            words = f"{item.level:<6} {item.owner:<9} {item.status:<7} {item.layer:<9} {' '.join(item.topologies)}"
             parts.append(Text(f"{item.id:<13} {words}"))
             parts.append(Padding(Text(item.sentence, style="dim"), (0, 0, 0, INDENT)))
             if item.features:

@@ -22,12 +22,11 @@ import pytest
 from epd_conformance import parallel, reporters
 from epd_conformance.catalogue import ConformanceLevel
 from epd_conformance.errors import UsageError
-from epd_conformance.live.case import MARK, Case
-from epd_conformance.live.session import PlannedCell
+from epd_conformance.live.case import MARK, AnyCase
 from epd_conformance.oracle.cell import Judgement
 from epd_conformance.progress import Progress, Relay
 from epd_conformance.report import render_text, schema
-from epd_conformance.run import Options, Planted, Run, default_seed, result_code
+from epd_conformance.run import AnyCell, Options, Planted, Run, default_seed, result_code
 from epd_conformance.verdict import EXCUSED, Mode, Verdict
 
 RUN = pytest.StashKey[Run]()
@@ -59,7 +58,7 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
     group.addoption(
         "--subject", help="what to certify: reference, vllm-example, an entry point, module:Class, or file.toml"
     )
-    group.addoption("--profile", default="e-pd", help="aggregated, e-pd, e-p-d, all, or sizes such as 2e-1pd")
+    group.addoption("--profile", default="e-pd", help="contract, aggregated, e-pd, e-p-d, all, or sizes such as 2e-1pd")
     group.addoption("--level", default="full", choices=[str(level) for level in ConformanceLevel])
     group.addoption("--device", default="cpu", help="cpu or cuda")
     group.addoption(
@@ -70,6 +69,9 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
     group.addoption("--out", default=None, help="folder for report, evidence and logs (default: a new one in runs/)")
     group.addoption("--seed", default=None, type=int, help="draws every cell's contents (0; with --attach a new one)")
     group.addoption("--attach", default=None, help="TOML file: run against servers that something else started")
+    group.addoption(
+        "--examples", default=None, type=int, help="plans that the profile contract draws (default: by mode)"
+    )
     group.addoption("--boot", default="", help="how servers start: fork (CPU only, fast) or plain")
     group.addoption("--cell", action="append", default=[], help="run only this cell (may be repeated)")
     group.addoption("--known", default=None, help="TOML file: known deviations, waivers, flaky cells (develop mode)")
@@ -103,6 +105,7 @@ def pytest_configure(config: pytest.Config) -> None:
         boot=option("--boot"),
         cells=tuple(option("--cell")),
         memory_wait_s=option("--memory-wait"),
+        examples=option("--examples"),
         known=Path(option("--known")) if option("--known") else None,
         attach=attach,
         junit=Path(option("xmlpath")) if option("xmlpath", None) else None,
@@ -150,7 +153,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if run is None and not _is_ours(marker):
         # Another project's fixture of that name.
         return
-    cells: list[PlannedCell] = []
+    cells: list[AnyCell] = []
     try:
         if marker is None:
             raise UsageError(f"{metafunc.definition.nodeid} asks for `cell` without @requirement: add it")
@@ -168,13 +171,13 @@ def _is_ours(marker: pytest.Mark | None) -> bool:
     """Whether a mark is that of `live.case.requirement`; other projects mark their tests with the same word."""
     if marker is None or len(marker.args) != 2 or not isinstance(marker.args[1], tuple):
         return False
-    return all(isinstance(case, Case) for case in marker.args[1])
+    return all(isinstance(case, AnyCase) for case in marker.args[1])
 
 
-def _planned(item: pytest.Item) -> PlannedCell | None:
+def _planned(item: pytest.Item) -> AnyCell | None:
     callspec = getattr(item, "callspec", None)
     found = callspec.params.get("cell") if callspec is not None else None
-    return found if isinstance(found, PlannedCell) else None
+    return found if isinstance(found, AnyCell) else None
 
 
 @pytest.hookimpl(trylast=True)
@@ -226,7 +229,7 @@ def pytest_runtestloop(session: pytest.Session) -> None:
 class CellUnderTest:
     """What a suite's test gets: `check()` runs the cell and asserts its verdict."""
 
-    def __init__(self, run: Run, planned: PlannedCell, item: pytest.Item) -> None:
+    def __init__(self, run: Run, planned: AnyCell, item: pytest.Item) -> None:
         self._run = run
         self._item = item
         self.planned = planned

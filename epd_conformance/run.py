@@ -33,11 +33,16 @@ from epd_conformance import deviations, observations, release
 from epd_conformance import subject as subjects
 from epd_conformance.attachment import AttachedSubject, Attachment
 from epd_conformance.catalogue import Catalogue, ConformanceLevel, EnvironmentClass, ExpectedCell, Requirement, cell_id
+from epd_conformance.catalogue.model import IN_PROCESS, topology_kind
 from epd_conformance.configuration import Configurations
 from epd_conformance.connectors.journal import Journal
+from epd_conformance.engine.case import EngineCase, EngineCell
+from epd_conformance.engine.drawn import EXAMPLES
+from epd_conformance.engine.pool import pool_path
+from epd_conformance.engine.session import EngineSession
 from epd_conformance.errors import StackError, UsageError
 from epd_conformance.live import attached, http
-from epd_conformance.live.case import Case
+from epd_conformance.live.case import AnyCase, belongs
 from epd_conformance.live.layout import Layout
 from epd_conformance.live.session import LiveSession, PlannedCell, write_evidence
 from epd_conformance.models import zoo
@@ -60,9 +65,13 @@ PROFILES: dict[str, tuple[str, ...]] = {
     "e-pd": ("e-pd",),
     "e-p-d": ("e-p-d",),
     "all": ("aggregated", "e-pd", "e-p-d"),
+    "contract": ("contract",),
 }
 # The most items of each modality in one prompt: three images is what the largest case sends.
 MEDIA_LIMITS = {"image": 4}
+
+
+AnyCell = PlannedCell | EngineCell
 
 
 @dataclass(frozen=True)
@@ -85,6 +94,17 @@ class Options:
     attach: Path | None = None
     junit: Path | None = None
     allure: Path | None = None
+    examples: int | None = None
+    """Plans that a layer without servers draws; None: as the mode has it."""
+
+    @property
+    def in_process(self) -> bool:
+        """Whether the profile is a layer without servers."""
+        return self.profile in IN_PROCESS
+
+    def drawn(self) -> int:
+        """How many plans a layer without servers draws."""
+        return EXAMPLES[self.mode] if self.examples is None else self.examples
 
     def how(self) -> Boot:
         """How servers start on the device: forked on CPU, plainly on GPU, unless asked for. Raises UsageError."""
@@ -169,6 +189,7 @@ class Run:
             raise UsageError("a run needs a subject: add --subject reference (or your own)")
         options = self.options
         self.topologies = options.topologies()
+        self._refuse_in_process()
         self.catalogue: Catalogue = catalogues.load()
         self.subject = AttachedSubject(described) if described is not None else subjects.load(options.subject)
         self.boot = options.how()
@@ -181,14 +202,14 @@ class Run:
         if self.attachment is not None:
             self.environment_class = self.attachment.environment_class
         self.selection = self.catalogue.select(
-            topologies={Topology.parse(name).kind for name in self.topologies},
+            topologies={topology_kind(name) for name in self.topologies},
             environment=self.environment_class,
             features=self.subject.features,
             level=options.level,
         )
         self.label = model_label(options.model)
         self.collected: list[ExpectedCell] = []
-        self.planned: dict[str, PlannedCell] = {}
+        self.planned: dict[str, AnyCell] = {}
         self.judged = 0
         self.interrupted = ""
         self.refused = ""
@@ -199,12 +220,28 @@ class Run:
         self._site: AnySite | None = None
         self._attached: attached.Found | None = None
         self._session: LiveSession | None = None
+        self._engine: EngineSession | None = None
         self._configurations = Configurations(strict=options.mode is Mode.CERTIFY, warn=self._warn)
         self._configured: set[tuple[str, str]] = set()
         self._warned: set[str] = set()
         self._flags: dict[str, tuple[str, ...]] = {}
         self._devices: set[str] = set()
         self._backends: set[str] = set()
+
+    def _refuse_in_process(self) -> None:
+        """Options that mean nothing for what is asked. Raises UsageError."""
+        options = self.options
+        if not options.in_process:
+            if options.examples is not None:
+                raise UsageError(
+                    f"--examples says how many plans the profiles {', '.join(IN_PROCESS)} draw: leave it out"
+                )
+            return
+        for name in ("device", "model", "dtype", "boot"):
+            if getattr(options, name) != _DEFAULTS[name]:
+                raise UsageError(f"the profile {options.profile} has no servers: leave out --{name}")
+        if options.examples is not None and options.examples < 0:
+            raise UsageError(f"--examples {options.examples}: give a number of plans, 0 for the corpus alone")
 
     def _refuse_in_certify(self) -> None:
         """A certificate is the same for everybody: nothing is left out, excused, or drawn until it fits. Raises UsageError."""
@@ -217,6 +254,8 @@ class Run:
             raise UsageError(
                 f"--mode certify draws from seed {schema.CERTIFY_SEED}: leave out --seed, or use --mode develop"
             )
+        if options.examples is not None:
+            raise UsageError("--mode certify draws as many plans for everybody: leave out --examples")
         if self.modified:
             raise UsageError(
                 "the suite of this installation is not the one that was released as "
@@ -225,15 +264,20 @@ class Run:
 
     # -- what runs -----------------------------------------------------------------------------------------------------
 
-    def cells_of(self, requirement: Requirement, cases: Sequence[Case]) -> list[PlannedCell]:
+    def cells_of(self, requirement: Requirement, cases: Sequence[AnyCase]) -> list[AnyCell]:
         """The cells of one test: each case in each topology of the run that the requirement is selected for."""
-        found = []
+        found: list[AnyCell] = []
         for name in self.topologies:
-            if (requirement.id, Topology.parse(name).kind) not in self.selection:
+            if (requirement.id, topology_kind(name)) not in self.selection:
                 continue
-            for case in cases:
+            for case in (case for case in cases if belongs(case, name)):
                 axes = ExpectedCell(requirement.id, name, self.label, case.name)
-                cell = PlannedCell(cell_id(*_axes(axes)), name, requirement.owner, case)
+                identifier = cell_id(*_axes(axes))
+                cell: AnyCell
+                if isinstance(case, EngineCase):
+                    cell = EngineCell(identifier, name, requirement.owner, case)
+                else:
+                    cell = PlannedCell(identifier, name, requirement.owner, case)
                 if cell.id not in self.planned:
                     self.collected.append(axes)
                     self.planned[cell.id] = cell
@@ -352,7 +396,7 @@ class Run:
                 self.subject,
                 self.out,
                 seed=self.options.seed,
-                cells=self.chosen,
+                cells=[cell for cell in self.chosen if isinstance(cell, PlannedCell)],
                 say=self.progress.say,
                 on_floor=self._floor,
                 # Of attached servers everything that can be learned is known by now.
@@ -376,8 +420,57 @@ class Run:
             configurations=self._configurations,
         )
 
-    def carry_out(self, cell: PlannedCell) -> schema.CellRecord:
+    def engine(self) -> EngineSession:
+        """The session of a layer without servers; it starts its process when the first cell asks for something."""
+        if self._engine is None:
+            options = self.options
+            asked = frozenset(item.id for item, _ in self.selection.pairs)
+            self._engine = EngineSession(
+                options.subject,
+                self.subject.features,
+                self.out,
+                layer=options.profile,
+                seed=options.seed,
+                examples=options.drawn(),
+                asked=asked,
+                say=self.progress.say,
+            )
+        return self._engine
+
+    def _carry_out_engine(self, cell: EngineCell) -> schema.CellRecord:
+        began = time.monotonic()
+        artifacts: list[str] = []
+        more: list[str] = []
+        try:
+            judged = self.engine().judge(cell)
+            path = judged.evidence.relative_to(self.out).as_posix()
+            artifacts += [path, pool_path(cell.topology)]
+            judgement = judged.judgement
+            if judged.shrunk is not None:
+                more.append(f"smallest plan: {judged.shrunk.to_text()}")
+                more.append(f"carry it out: {shlex.join(['epd-conformance', 'replay', str(self.out / path)])}")
+        except UsageError as error:
+            if not self.judged:
+                raise
+            judgement = Judgement(
+                Verdict.ERROR, reason="usage", expected="the subject can be used", observed=str(error)
+            )
+        except StackError as error:
+            expected = "the process that carries out plans goes on"
+            judgement = Judgement(Verdict.ERROR, reason="stack", expected=expected, observed=str(error))
+        except Exception:  # a defect of the harness: the cell is an error, and says which
+            judgement = Judgement(
+                Verdict.ERROR,
+                reason="harness",
+                expected="the harness carries the plans out and judges the cell",
+                observed=traceback.format_exc(),
+            )
+        return self.record(cell, judgement, time.monotonic() - began, artifacts, more)
+
+    def carry_out(self, cell: AnyCell) -> schema.CellRecord:
         """Run one cell, judge it, and write the result down. Raises UsageError where nothing of the run can work."""
+        if isinstance(cell, EngineCell):
+            return self._carry_out_engine(cell)
         began = time.monotonic()
         if self._attached is not None and (refusal := self._attached.given.refusal(cell.case.judge)) is not None:
             return self.record(cell, refusal, 0.0)
@@ -434,9 +527,17 @@ class Run:
         self._admitted = topology
 
     def record(
-        self, cell: PlannedCell, judgement: Judgement, seconds: float, artifacts: Sequence[str] = ()
+        self,
+        cell: AnyCell,
+        judgement: Judgement,
+        seconds: float,
+        artifacts: Sequence[str] = (),
+        more: Sequence[str] = (),
     ) -> schema.CellRecord:
-        """Write one cell's result, as the run's lists leave it, to the results file and to the progress display."""
+        """Write one cell's result, as the run's lists leave it, to the results file and to the progress display.
+
+        `more`: further lines for who reads of a failure.
+        """
         requirement_id = cell.id.partition("[")[0]
         reproduce = self.reproduce(cell)
         known = self.start.known_deviations
@@ -455,7 +556,7 @@ class Run:
                 reproduce=reproduce,
                 artifacts=[str(self.out / path) for path in artifacts],
             )
-            message = "\n".join([message, *deviations.remarks(known, cell.id, decision)])
+            message = "\n".join([message, *more, *deviations.remarks(known, cell.id, decision)])
         record = schema.CellRecord(
             id=cell.id,
             requirement=requirement_id,
@@ -480,7 +581,7 @@ class Run:
         self.progress.cell_done(cell.id, cell.topology, record.verdict, record.reason, seconds)
         return record
 
-    def facts(self, cell: PlannedCell) -> dict[str, str]:
+    def facts(self, cell: AnyCell) -> dict[str, str]:
         """What reports of other kinds (JUnit) say of a cell, beside its verdict."""
         requirement = self.catalogue[cell.id.partition("[")[0]]
         return {
@@ -491,7 +592,7 @@ class Run:
             "cell": cell.id,
         }
 
-    def reproduce(self, cell: PlannedCell) -> str:
+    def reproduce(self, cell: AnyCell) -> str:
         """The command that runs this cell again."""
         options = self.options
         if (attachment := self.attachment) is not None:
@@ -499,6 +600,10 @@ class Run:
             words += ["--subject", options.subject] if attachment.subject is None else []
             return shlex.join([*words, "--seed", str(options.seed), "--cell", cell.id])
         words = ["epd-conformance", "run", "--subject", options.subject, "--profile", cell.topology]
+        if options.in_process:
+            words += ["--seed", str(options.seed)]
+            words += ["--examples", str(options.examples)] if options.examples is not None else []
+            return shlex.join([*words, "--cell", cell.id])
         words += ["--model", options.model, "--device", options.device, "--seed", str(options.seed)]
         words += ["--dtype", options.dtype] if options.dtype else []
         words += ["--boot", options.boot] if options.boot else []
@@ -528,6 +633,9 @@ class Run:
     def close(self) -> None:
         """End every process of the run."""
         site, self._site, self._session = self._site, None, None
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            engine.__exit__(None, None, None)
         if site is not None:
             site.close()
         if self._turn is not None:

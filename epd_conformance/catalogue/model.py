@@ -11,11 +11,15 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from epd_conformance.features import Feature
 from epd_conformance.verdict import Level, Owner
 
-Topology = Literal["aggregated", "e-pd", "p-d", "e-p-d"]
+# Layers without servers stand where a topology stands: what they show does not depend on how servers are arranged.
+InProcess = Literal["contract", "scheduler"]
+IN_PROCESS: tuple[str, ...] = get_args(InProcess)
+
+Topology = Literal["contract", "scheduler", "aggregated", "e-pd", "p-d", "e-p-d"]
 TOPOLOGIES: tuple[str, ...] = get_args(Topology)
 
 # A kind, or a kind with sizes such as 2e-1pd.
-SIZED_TOPOLOGY_PATTERN = r"^(aggregated|e-pd|p-d|e-p-d|\d+e-\d+pd|\d+p-\d+d|\d+e-\d+p-\d+d)$"
+SIZED_TOPOLOGY_PATTERN = r"^(contract|scheduler|aggregated|e-pd|p-d|e-p-d|\d+e-\d+pd|\d+p-\d+d|\d+e-\d+p-\d+d)$"
 
 
 def topology_kind(topology: str) -> str:
@@ -72,6 +76,9 @@ class Requirement(BaseModel):
     (a vLLM file, a public issue or pull request), `since` the version of this suite that released the id:
     from then on its meaning is fixed.
 
+    `topologies` says where it is asked. A requirement of layer `contract` or `scheduler` has the name of its layer there; a live
+    one may name `contract` beside its topologies where the engine driver can find it broken as well.
+
     `covers` says which of the facts that the catalogue was made from this requirement answers for: `I5` is an
     invariant of the contract between engine and EC connector, `S3` a line of the analysis of encoder
     disaggregation, `C16` a row of the table of failures, `B13` a public fault report. `labels.toml` says in
@@ -109,6 +116,10 @@ class Requirement(BaseModel):
             raise ValueError(f"level is {self.level}, but the sentence says {found}")
         if not self.sentence.endswith(".") or re.search(r"[.!?]\s", self.sentence):
             raise ValueError("`sentence` is not one sentence that ends with a full stop")
+        if self.layer is not Layer.LIVE and self.topologies != (str(self.layer),):
+            raise ValueError(f"layer is {self.layer}: `topologies` must name `{self.layer}` and nothing else")
+        if self.layer is Layer.LIVE and set(self.topologies) <= set(IN_PROCESS):
+            raise ValueError("layer is live: `topologies` must name a topology with servers")
         for name in ("topologies", "features", "environments", "covers"):
             values = getattr(self, name)
             if len(set(values)) != len(values):

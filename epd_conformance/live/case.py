@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import pytest
 
+from epd_conformance.catalogue.model import IN_PROCESS
+from epd_conformance.engine.case import EngineCase
 from epd_conformance.plans.plan import Draw, Plan
 
 MARK = "requirement"
@@ -25,8 +27,16 @@ class Case:
     exact: bool = True
 
 
-def requirement(requirement_id: str, *cases: Case) -> pytest.MarkDecorator:
-    """Mark a test of a suite: the requirement it tests, and one cell for each case and topology."""
+AnyCase = Case | EngineCase
+
+
+def belongs(case: AnyCase, topology: str) -> bool:
+    """Whether a case is one of this topology's, or layer's: a requirement may be asked both with servers and without."""
+    return isinstance(case, EngineCase) is (topology in IN_PROCESS)
+
+
+def requirement(requirement_id: str, *cases: AnyCase) -> pytest.MarkDecorator:
+    """Mark a test of a suite: the requirement it tests, and one cell for each case and topology (an `EngineCase`: its layer)."""
     return getattr(pytest.mark, MARK)(requirement_id, cases)  # type: ignore[no-any-return]
 
 

@@ -13,6 +13,14 @@ from epd_conformance.oracle.transport import Roles
 from epd_conformance.topology.spec import Role, Topology, ec_role
 
 STACKS = "stacks"
+_SEPARATORS = {"[": "_", "/": "_", "]": ""}
+
+
+def cell_path(cell: str) -> str:
+    """Where a cell's raw evidence lies, relative to the folder of the run."""
+    # Bracket and slashes become `_`; what else is unusual, `_` too, is written as its code, so that no two cells share a file.
+    name = re.sub(r"[^\w.~+-]|_", lambda found: _SEPARATORS.get(found[0], f"%{ord(found[0]):02x}"), cell)
+    return f"cells/{name}.json"
 
 
 @dataclass(frozen=True)

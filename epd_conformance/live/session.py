@@ -7,7 +7,6 @@ four servers is enough.
 from __future__ import annotations
 
 import json
-import re
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +20,7 @@ from epd_conformance.errors import StackError
 from epd_conformance.live import baseline, client, faulting, http
 from epd_conformance.live.baseline import Baselines
 from epd_conformance.live.case import Case, plan_of
-from epd_conformance.live.layout import Layout
+from epd_conformance.live.layout import Layout, cell_path
 from epd_conformance.oracle.answers import Answer
 from epd_conformance.oracle.baselines import BaselineAnswers
 from epd_conformance.oracle.baselines import write as write_baseline
@@ -417,14 +416,9 @@ def relevant(events: Sequence[Mapping[str, Any]], keys: set[str]) -> list[Mappin
     return kept
 
 
-_SEPARATORS = {"[": "_", "/": "_", "]": ""}
-
-
 def write_evidence(folder: Path, evidence: CellEvidence) -> Path:
     """Write a cell's raw evidence to `cells/<name>.json` under the run's folder; returns the path."""
-    # Bracket and slashes become `_`; what else is unusual, `_` too, is written as its code, so that no two cells share a file.
-    name = re.sub(r"[^\w.~+-]|_", lambda found: _SEPARATORS.get(found[0], f"%{ord(found[0]):02x}"), evidence.cell)
-    path = folder / "cells" / f"{name}.json"
+    path = folder / cell_path(evidence.cell)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(evidence.to_json(), separators=(",", ":")), encoding="utf-8")
     return path

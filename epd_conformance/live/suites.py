@@ -10,13 +10,15 @@ import importlib.util
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from epd_conformance import catalogue as catalogues
 from epd_conformance.catalogue import Catalogue, ExpectedCell
+from epd_conformance.catalogue.model import topology_kind
+from epd_conformance.engine.case import EngineCase
 from epd_conformance.features import Feature
 from epd_conformance.live import baseline
-from epd_conformance.live.case import MARK, Case, plan_of
+from epd_conformance.live.case import MARK, AnyCase, Case, belongs, plan_of
 from epd_conformance.live.layout import Layout
 from epd_conformance.live.session import relevant
 from epd_conformance.models import zoo
@@ -24,36 +26,46 @@ from epd_conformance.plans.plan import Plan, Request, lengthen
 from epd_conformance.report import schema
 from epd_conformance.topology.spec import Topology
 
+C = TypeVar("C", Case, EngineCase)
+
 
 @dataclass(frozen=True)
 class Suite:
     """Catalogue, cases by requirement, and the digest of the files they come from."""
 
     catalogue: Catalogue
-    cases: Mapping[str, tuple[Case, ...]]
+    cases: Mapping[str, tuple[AnyCase, ...]]
     digest: str
 
     def case(self, requirement: str, name: str) -> Case | None:
         """The case that a cell of this requirement and name carries out; None where the suite has none."""
-        return next((case for case in self.cases.get(requirement, ()) if case.name == name), None)
+        return next((case for case in self._cases(requirement, Case) if case.name == name), None)
+
+    def engine_case(self, requirement: str, name: str) -> EngineCase | None:
+        """The same for a cell of a layer without servers."""
+        return next((case for case in self._cases(requirement, EngineCase) if case.name == name), None)
+
+    def _cases(self, requirement: str, kind: type[C]) -> Iterator[C]:
+        return (case for case in self.cases.get(requirement, ()) if isinstance(case, kind))
 
     def expected(self, start: schema.RunStart, model: str) -> schema.ExpectedSet:
         """The expected set of a run with these options. Raises UsageError, or ValueError for an unknown feature."""
         from epd_conformance.run import Options
 
         run = start.run
-        topologies = [Topology.parse(name) for name in Options(start.subject.name, run.profile).topologies()]
+        topologies = Options(start.subject.name, run.profile).topologies()
         selection = self.catalogue.select(
-            topologies={topology.kind for topology in topologies},
+            topologies={topology_kind(topology) for topology in topologies},
             environment=start.environment_class,
             features=[Feature(name) for name in start.subject.features],
             level=run.level,
         )
         collected = [
-            ExpectedCell(requirement, topology.name, model, case.name)
+            ExpectedCell(requirement, topology, model, case.name)
             for requirement, cases in self.cases.items()
             for topology in topologies
             for case in cases
+            if belongs(case, topology)
         ]
         return schema.ExpectedSet(
             cells=tuple(schema.ExpectedRecord.of(cell) for cell in selection.expected(collected)),
@@ -110,18 +122,18 @@ def installed() -> Suite:
     return Suite(catalogues.load(), collect(suites_folder()), suite_digest())
 
 
-def collect(folder: Path) -> dict[str, tuple[Case, ...]]:
+def collect(folder: Path) -> dict[str, tuple[AnyCase, ...]]:
     """The cases of every test function below a folder that carries the requirement mark."""
-    found: dict[str, list[Case]] = {}
+    found: dict[str, list[AnyCase]] = {}
     for path in sorted(folder.rglob("test_*.py")):
         for requirement, cases in _marked(path):
             found.setdefault(requirement, []).extend(cases)
     return {requirement: tuple(cases) for requirement, cases in found.items()}
 
 
-def _marked(path: Path) -> Iterator[tuple[str, tuple[Case, ...]]]:
+def _marked(path: Path) -> Iterator[tuple[str, tuple[AnyCase, ...]]]:
     # Under a name of its own: pytest may have imported the same file, and another suite may have one of the same name.
-    spec = importlib.util.spec_from_file_location(f"_collected_{path.stem}", path)
+    spec = importlib.util.spec_from_file_location(f"_collected_{path.parent.name}_{path.stem}", path)
     assert spec is not None and spec.loader is not None  # the path ends in .py
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -22,16 +22,19 @@ from pydantic import ValidationError
 from epd_conformance import deviations, observations
 from epd_conformance.attachment import ATTACHED, NOT_JOURNALLED
 from epd_conformance.catalogue import cell_id
+from epd_conformance.catalogue.model import IN_PROCESS
 from epd_conformance.connectors.journal import Journal
 from epd_conformance.connectors.names import ec_name
+from epd_conformance.engine.pool import Pool, pool_path
 from epd_conformance.errors import UsageError
 from epd_conformance.features import Feature
+from epd_conformance.live.layout import cell_path
 from epd_conformance.oracle import fault_judges, judges, transport
 from epd_conformance.oracle.baselines import FOLDER as BASELINE
 from epd_conformance.oracle.baselines import BaselineAnswers
 from epd_conformance.oracle.cell import CellEvidence, Judgement
 from epd_conformance.oracle.transport import Roles
-from epd_conformance.report import schema, verify_journal
+from epd_conformance.report import schema, verify_engine, verify_journal
 from epd_conformance.report.redact import redact
 from epd_conformance.report.schema import CellRecord, Report
 from epd_conformance.report.writer import (
@@ -153,6 +156,8 @@ class _Check:
     evidence: dict[str, CellEvidence] = field(default_factory=dict)
     """By cell, in the order in which they ran."""
     judged: dict[str, Judgement] = field(default_factory=dict)
+    pools: dict[str, Pool | None] = field(default_factory=dict)
+    """What was carried out in each layer without servers."""
 
     def run(self) -> Verification:
         report, raw = self._report()
@@ -181,7 +186,7 @@ class _Check:
         with self._whole(Kind.EVIDENCE, "cells"):
             self._times()
             self._faults(results.all(schema.FaultRecord))
-        for topology in dict.fromkeys(record.topology for record in self.records):
+        for topology in dict.fromkeys(record.topology for record in self.records if record.topology not in IN_PROCESS):
             self._topology(topology)
         with self._whole(Kind.JOURNAL, "stacks"):
             self._subject(results, report)
@@ -195,7 +200,7 @@ class _Check:
     def _done(self, outcome: Outcome | None) -> Verification:
         names = ("cells", "answers", "journal lines", "baseline answers", "artifacts")
         counts = {name: self.checked[name] for name in names}
-        for name in ("errors without evidence", "cells not carried out"):
+        for name in ("plans", "checks", "errors without evidence", "cells not carried out"):
             if self.checked[name]:
                 counts[name] = self.checked[name]
         start: schema.RunStart | None = getattr(self, "start", None)
@@ -380,6 +385,9 @@ class _Check:
 
     def _cell(self, record: CellRecord) -> None:
         self.checked["cells"] += 1
+        if record.topology in IN_PROCESS:
+            self._engine_cell(record)
+            return
         try:
             if cell_id(record.requirement, record.topology, record.model, record.case) != record.id:
                 raise UsageError("its requirement, topology, model and case do not fit its id")
@@ -412,6 +420,55 @@ class _Check:
             self.evidence[record.id] = cell
             self.judged[record.id] = judgement
             self._compared(record, judgement)
+
+    def _engine_cell(self, record: CellRecord) -> None:
+        """A cell of a layer without servers: judged by everything that the run carried out there."""
+        named = [path for path in record.artifacts if path.startswith("cells/")]
+        if not named and record.verdict is Verdict.ERROR and record.reason in WITHOUT_EVIDENCE:
+            self.checked["errors without evidence"] += 1
+            return
+        path = pool_path(record.topology)
+        if named != [cell_path(record.id)] or path not in record.artifacts:
+            words = f"the result says {record.verdict} and does not name {cell_path(record.id)} and {path}"
+            self._say(Kind.EVIDENCE, record.id, words)
+            return
+        with self._whole(Kind.EVIDENCE, record.id):
+            case = self.suite.engine_case(record.requirement, record.case)
+            if case is None or record.requirement not in self.suite.catalogue:
+                self._say(Kind.SUITE, record.id, "the suite of this installation has no such case")
+                return
+            written = self._json(named[0])
+            told = {"cell": record.id, "layer": record.topology, "check": case.check, "pool": path}
+            for name, value in told.items():
+                if written[name] != value:
+                    words = f"its {name} is {written[name]} in its evidence, and must be {value}"
+                    self._say(Kind.EVIDENCE, record.id, words)
+            pool = self._pool(record.topology)
+            if pool is None:
+                return
+            judgement = self.judged[record.id] = pool.judge(
+                record.requirement, case.check, self._asked(record.topology)
+            )
+            self._compared(record, judgement)
+
+    def _asked(self, layer: str) -> frozenset[str]:
+        """The requirements that the run shows in a layer, as computed here where that can be done."""
+        parts = [self.wanted] if self.wanted is not None else self.expected
+        return frozenset(cell.requirement for part in parts for cell in part.cells if cell.topology == layer)
+
+    def _pool(self, layer: str) -> Pool | None:
+        """What the run carried out in a layer, held against what it had to carry out; None where it is not there."""
+        if layer not in self.pools:
+            path = pool_path(layer)
+            self.pools[layer] = None
+            with self._whole(Kind.EVIDENCE, path):
+                pool = self.pools[layer] = Pool.read(self._inside(path))
+                self.checked["plans"] += len(pool.plans)
+                self.checked["checks"] += len(pool.checks)
+                certifies = self.start.run.mode is Mode.CERTIFY
+                for words in verify_engine.problems(pool, self.start, self._asked(layer), certifies):
+                    self._say(Kind.EVIDENCE, path, words)
+        return self.pools[layer]
 
     def _refused(self, record: CellRecord) -> bool:
         """Whether a cell was not carried out since its servers were attached, and nothing is claimed of it."""
@@ -696,12 +753,19 @@ class _Check:
 
     def _read(self, path: str, parse: Callable[[Mapping[str, Any]], E]) -> E:
         """A file of the evidence."""
+        return parse(self._json(path))
+
+    def _json(self, path: str) -> Any:
+        return json.loads(self._inside(path).read_text(encoding="utf-8"))
+
+    def _inside(self, path: str) -> Path:
+        """The file of that name; raises ValueError where it is not there, or elsewhere."""
         file = self.directory / path
         if not file.resolve().is_relative_to(self.directory):
             raise ValueError(f"{path} leads out of the folder")
         if not file.is_file():
             raise ValueError(f"{path} is not there")
-        return parse(json.loads(file.read_text(encoding="utf-8")))
+        return file
 
     def _artifacts(self, report: Report) -> None:
         listed = {artifact.path for artifact in report.artifacts}

@@ -25,8 +25,7 @@ from epd_conformance.report.schema import CellRecord, Report
 from epd_conformance.verdict import Level, Verdict
 
 if TYPE_CHECKING:
-    from epd_conformance.live.session import PlannedCell
-    from epd_conformance.run import Run
+    from epd_conformance.run import AnyCell, Run
 
 STATUSES: dict[Verdict, str] = {
     Verdict.PASS: Status.PASSED,
@@ -57,7 +56,7 @@ class Tests:
         self,
         run: Run,
         record: pytest.StashKey[CellRecord],
-        planned: Callable[[pytest.Item], PlannedCell | None],
+        planned: Callable[[pytest.Item], AnyCell | None],
     ) -> None:
         """`record`: where an item has its cell's record; `planned`: the cell of an item."""
         assert run.options.allure is not None, "asked for"

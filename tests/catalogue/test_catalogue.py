@@ -173,7 +173,7 @@ class TestSelect:
             make("EPD-TOK-003", environments=("cuda",)),
             make("EPD-TOK-004", features=("lora", "stats")),
             make("EPD-TOK-005", conformance="full"),
-            make("EPD-TOK-006", layer="contract"),
+            make("EPD-TOK-006", layer="contract", topologies=("contract",)),
             make("EPD-TOK-007", topologies=("aggregated",)),
         ]
     )
@@ -183,7 +183,6 @@ class TestSelect:
         assert [(item.id[-3:], kind) for item, kind in chosen.pairs] == [
             ("001", "e-pd"),
             ("005", "e-pd"),
-            ("006", "e-pd"),
         ]
         gaps = {(gap.kind, gap.requirement[-3:]): gap.detail for gap in chosen.not_verified}
         assert set(gaps) == {
@@ -199,6 +198,24 @@ class TestSelect:
         chosen = self.catalogue.select(topologies=["e-pd", "e-p-d"], environment=CPU, features=list(Feature))
         assert ("EPD-TOK-001", "e-p-d") in chosen
         assert ("EPD-TOK-004", "e-pd") in chosen
+
+    def test_a_layer_without_servers_is_asked_for_like_a_topology(self) -> None:
+        chosen = self.catalogue.select(topologies=["contract"], environment=CPU)
+        assert [(item.id, kind) for item, kind in chosen.pairs] == [("EPD-TOK-006", "contract")]
+
+    @pytest.mark.parametrize(
+        ("layer", "topologies"),
+        [
+            ("contract", ("e-pd",)),
+            ("contract", ("contract", "e-pd")),
+            ("scheduler", ("contract",)),
+            ("live", ("contract",)),
+        ],
+    )
+    def test_layer_and_topologies_fit_together(self, layer: str, topologies: tuple[str, ...]) -> None:
+        with pytest.raises(ValueError, match="`topologies` must name"):
+            make("EPD-TOK-001", layer=layer, topologies=topologies)
+        assert make("EPD-TOK-001", layer="live", topologies=("contract", "e-pd")).layer is Layer.LIVE
 
     def test_level_and_layer(self) -> None:
         core = self.catalogue.select(

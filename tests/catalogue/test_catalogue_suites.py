@@ -6,6 +6,8 @@ from collections.abc import Collection
 from pathlib import Path
 
 from epd_conformance.catalogue import Catalogue, Status, load
+from epd_conformance.catalogue.model import IN_PROCESS
+from epd_conformance.engine.case import EngineCase
 from epd_conformance.live.suites import collect
 from epd_conformance.run import suites_folder
 
@@ -27,6 +29,15 @@ def disagreements(catalogue: Catalogue, tested: Collection[str]) -> list[str]:
 
 def test_active_has_a_test_and_planned_has_none() -> None:
     assert disagreements(load(), collect(suites_folder())) == []
+
+
+def test_a_requirement_has_a_case_wherever_it_is_asked() -> None:
+    """Otherwise the one with servers could go unnoticed where there is one without, and the reverse."""
+    cases = collect(suites_folder())
+    for item in load():
+        if item.status is Status.ACTIVE:
+            kinds = {name in IN_PROCESS for name in item.topologies}
+            assert {isinstance(case, EngineCase) for case in cases[item.id]} == kinds, item.id
 
 
 def test_each_disagreement_is_found(tmp_path: Path) -> None:

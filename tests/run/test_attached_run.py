@@ -16,6 +16,7 @@ from epd_conformance import attachment as attachments
 from epd_conformance.errors import StackError, UsageError
 from epd_conformance.live import attached, suites
 from epd_conformance.live.attached import AttachedSite, AttachedStack, copy_lines, look
+from epd_conformance.live.case import Case
 from epd_conformance.report import verify
 from epd_conformance.report.verify import Kind
 from epd_conformance.run import suites_folder
@@ -55,7 +56,9 @@ def attach(command: Call, tmp_path: Path) -> Call:
 
 def judge_of() -> dict[str, str]:
     cases = suites.collect(suites_folder())
-    return {f"{name} {case.name}": case.judge for name, found in cases.items() for case in found}
+    return {
+        f"{name} {case.name}": case.judge for name, found in cases.items() for case in found if isinstance(case, Case)
+    }
 
 
 def by_judge(ended: Ended) -> dict[str, set[str]]:

@@ -61,7 +61,7 @@ def test_some_requirements(command: Call, words: tuple[str, ...], keeps: Any) ->
     [
         (("--area", "NONE"), "error: no area 'NONE': use ERR, INIT, "),
         (("--owner", "nobody"), "error: no owner 'nobody': use connector, engine, proxy"),
-        (("--topology", "d-p-e"), "error: no topology 'd-p-e': use aggregated, e-pd, p-d, e-p-d"),
+        (("--topology", "d-p-e"), "error: no topology 'd-p-e': use contract, scheduler, aggregated, e-pd, p-d, e-p-d"),
         (("--status", "done"), "error: no status 'done': use active, planned"),
         (("--level", "CAN"), "error: no level 'CAN': use MUST, SHOULD, MAY"),
         (("--layer", "unit"), "error: no layer 'unit': use contract, scheduler, live"),

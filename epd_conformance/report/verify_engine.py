@@ -1,0 +1,44 @@
+"""The part of `verify` for layers without servers: was everything carried out that had to be, and nothing else? Pure."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Iterator
+
+from epd_conformance.engine import measured
+from epd_conformance.engine.corpus import corpus
+from epd_conformance.engine.drawn import EXAMPLES, drawn
+from epd_conformance.engine.pool import Pool
+from epd_conformance.features import Feature
+from epd_conformance.report import schema
+from epd_conformance.verdict import Mode
+
+
+def problems(pool: Pool, start: schema.RunStart, asked: frozenset[str], certifies: bool) -> Iterator[str]:
+    """What is wrong with the plans and checks of a run, each in a clause. Raises ValueError for an unknown feature.
+
+    `asked`: the requirements that the run shows in this layer. What plans and checks showed is not looked at here.
+    """
+    features = frozenset(Feature(name) for name in start.subject.features)
+    if pool.seed != start.run.seed:
+        yield f"was drawn from seed {pool.seed}, and the run's is {start.run.seed}"
+    if certifies and pool.examples != EXAMPLES[Mode.CERTIFY]:
+        yield f"holds {pool.examples} drawn plans: certify draws {EXAMPLES[Mode.CERTIFY]}"
+    ours = importlib.metadata.version("hypothesis")
+    fixed = corpus(features)
+    if pool.hypothesis == ours:
+        wanted = fixed | drawn(features, pool.examples, pool.seed)
+    else:
+        yield f"was drawn by Hypothesis {pool.hypothesis}: only the same version (here: {ours}) draws the same plans again"
+        wanted = fixed | {one.name: one.plan for one in pool.plans if one.name not in fixed}
+    names = [one.name for one in pool.plans]
+    if [*names, *pool.left] != list(wanted):
+        yield "its plans are not those that the suite has for this subject and seed"
+    for one in pool.plans:
+        if one.name in wanted and one.plan.to_json() != wanted[one.name].to_json():
+            yield f"its plan {one.name} is not the one of the suite"
+    if pool.left and not pool.hung():
+        yield f"{len(pool.left)} plans were left out, and no hook hung so often"
+    checks = [] if pool.left else [name for name, check in measured.CHECKS.items() if check.requirement in asked]
+    if [one.check for one in pool.checks] != checks:
+        yield f"its checks are {', '.join(one.check for one in pool.checks) or 'none'}, and must be {', '.join(checks) or 'none'}"

@@ -1,0 +1,17 @@
+"""Area INIT: both objects are made, and live apart."""
+
+from __future__ import annotations
+
+from epd_conformance.engine.case import PLANS
+from epd_conformance.live.case import requirement
+from epd_conformance.pytest_plugin import CellUnderTest
+
+
+@requirement("EPD-INIT-001", PLANS)
+def test_both_objects_are_made(cell: CellUnderTest) -> None:
+    cell.check()
+
+
+@requirement("EPD-INIT-006", PLANS)
+def test_objects_live_in_processes_of_their_own(cell: CellUnderTest) -> None:
+    cell.check()

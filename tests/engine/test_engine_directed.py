@@ -1,0 +1,50 @@
+"""Races, growth and encoder-decoder models: found where planted, and nothing found in a right connector."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from epd_conformance.engine import measured
+from epd_conformance.engine.hosted import Host
+
+pytestmark = pytest.mark.needs_vllm
+
+RACE = "epd_conformance.engine.directed:race"
+GROWTH = "epd_conformance.engine.directed:growth"
+DECODER = "epd_conformance.engine.directed:encoder_decoder"
+
+
+def kinds(requirement: str, result: dict[str, Any]) -> set[str]:
+    return {finding.kind for finding in measured.findings(requirement, result)}
+
+
+@pytest.mark.parametrize(("writers", "requirement"), [(1, "EPD-RACE-008"), (2, "EPD-RACE-006")])
+def test_readers_see_whole_objects(host: Host, writers: int, requirement: str) -> None:
+    arguments = {"writers": writers, "readers": 1, "seconds": 0.5}
+    torn = host.call(RACE, {**arguments, "seconds": 1.5}, subject="planted_engine:WritesInPlace_")
+    assert kinds(requirement, torn) == {"torn or lost"}
+    for subject in ("planted_engine:PlainStore_", "reference"):
+        whole = host.call(RACE, arguments, subject=subject)
+        assert kinds(requirement, whole) == set()
+        assert measured.exercised(requirement, whole)
+
+
+def test_what_waits_for_a_release_grows(host: Host) -> None:
+    requests = host.call(GROWTH, {"cycles": 80}, subject="planted_engine:KeepsRequests_")
+    assert "objects grow" in kinds("EPD-LIFE-001", requests)
+    files = host.call(GROWTH, {"cycles": 80}, subject="planted_engine:KeepsFiles_")
+    assert "open files grow" in kinds("EPD-LIFE-001", files)
+    for subject in ("planted_engine:PlainStore_", "reference"):
+        quiet = host.call(GROWTH, {"cycles": 80}, subject=subject)
+        assert kinds("EPD-LIFE-001", quiet) == set()
+        assert measured.exercised("EPD-LIFE-001", quiet)
+
+
+def test_an_encoder_decoder_model_is_promised_nothing(host: Host) -> None:
+    promised = host.call(DECODER, subject="planted_engine:IgnoresTheModel_")
+    assert kinds("EPD-ROLE-008", promised) == {"promised to a model that loads nothing"}
+    reference = host.call(DECODER, subject="reference")
+    assert kinds("EPD-ROLE-008", reference) == set()
+    assert measured.exercised("EPD-ROLE-008", reference)
