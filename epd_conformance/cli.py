@@ -85,7 +85,7 @@ def _root(
 def run(
     subject: SubjectOption = "",
     profile: Annotated[
-        str, typer.Option(help="contract, aggregated, e-pd, e-p-d, all, or sizes such as 2e-1pd")
+        str, typer.Option(help="contract, scheduler, aggregated, e-pd, e-p-d, all, or sizes such as 2e-1pd")
     ] = "e-pd",
     level: Annotated[ConformanceLevel, typer.Option(help="core: the path works and answers are equal")] = (
         ConformanceLevel.FULL
@@ -99,7 +99,7 @@ def run(
         int | None, typer.Option(help="draws the contents of every cell (default: 0; with --attach a new one)")
     ] = None,
     examples: Annotated[
-        int | None, typer.Option(help="plans that the profile contract draws (default: by mode)")
+        int | None, typer.Option(help="plans that the profiles contract and scheduler draw (default: by mode)")
     ] = None,
     boot: BootOption = "",
     attach: Annotated[

@@ -58,7 +58,7 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
     group.addoption(
         "--subject", help="what to certify: reference, vllm-example, an entry point, module:Class, or file.toml"
     )
-    group.addoption("--profile", default="e-pd", help="contract, aggregated, e-pd, e-p-d, all, or sizes such as 2e-1pd")
+    group.addoption("--profile", default="e-pd", help="contract, scheduler, aggregated, e-pd, e-p-d, all, or 2e-1pd")
     group.addoption("--level", default="full", choices=[str(level) for level in ConformanceLevel])
     group.addoption("--device", default="cpu", help="cpu or cuda")
     group.addoption(
@@ -70,7 +70,10 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
     group.addoption("--seed", default=None, type=int, help="draws every cell's contents (0; with --attach a new one)")
     group.addoption("--attach", default=None, help="TOML file: run against servers that something else started")
     group.addoption(
-        "--examples", default=None, type=int, help="plans that the profile contract draws (default: by mode)"
+        "--examples",
+        default=None,
+        type=int,
+        help="plans that the profiles contract and scheduler draw (default: by mode)",
     )
     group.addoption("--boot", default="", help="how servers start: fork (CPU only, fast) or plain")
     group.addoption("--cell", action="append", default=[], help="run only this cell (may be repeated)")

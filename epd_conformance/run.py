@@ -37,7 +37,7 @@ from epd_conformance.catalogue.model import IN_PROCESS, topology_kind
 from epd_conformance.configuration import Configurations
 from epd_conformance.connectors.journal import Journal
 from epd_conformance.engine.case import EngineCase, EngineCell
-from epd_conformance.engine.drawn import EXAMPLES
+from epd_conformance.engine.layers import examples
 from epd_conformance.engine.pool import pool_path
 from epd_conformance.engine.session import EngineSession
 from epd_conformance.errors import StackError, UsageError
@@ -66,6 +66,7 @@ PROFILES: dict[str, tuple[str, ...]] = {
     "e-p-d": ("e-p-d",),
     "all": ("aggregated", "e-pd", "e-p-d"),
     "contract": ("contract",),
+    "scheduler": ("scheduler",),
 }
 # The most items of each modality in one prompt: three images is what the largest case sends.
 MEDIA_LIMITS = {"image": 4}
@@ -104,7 +105,7 @@ class Options:
 
     def drawn(self) -> int:
         """How many plans a layer without servers draws."""
-        return EXAMPLES[self.mode] if self.examples is None else self.examples
+        return examples(self.profile, self.mode) if self.examples is None else self.examples
 
     def how(self) -> Boot:
         """How servers start on the device: forked on CPU, plainly on GPU, unless asked for. Raises UsageError."""

@@ -24,8 +24,14 @@ SCHEMA = "epd-conformance/engine-pool/v1"
 #: A hook that hangs holds up every plan that comes to it for the whole time limit: after so many of them nothing is learned.
 HANGS = 3
 
-#: A requirement that is asked only of subjects with a feature -> the one that is broken where a subject without it does so.
-WITHOUT_FEATURE = {"EPD-LIFE-006": "EPD-INIT-006", "EPD-LIFE-007": "EPD-INIT-006", "EPD-OBS-002": "EPD-INIT-006"}
+#: A requirement that is not asked in every run (it needs a feature, or a check of the contract layer) -> the one that is broken where
+#: a plan shows it all the same.
+WITHOUT_FEATURE = {
+    "EPD-LIFE-001": "EPD-INIT-006",
+    "EPD-LIFE-006": "EPD-INIT-006",
+    "EPD-LIFE-007": "EPD-INIT-006",
+    "EPD-OBS-002": "EPD-INIT-006",
+}
 
 
 @dataclass(frozen=True)
@@ -72,6 +78,7 @@ class Pool:
     plans: Sequence[PlanEvidence] = ()
     checks: Sequence[Told] = ()
     left: Sequence[str] = ()
+    layer: str = "contract"
 
     def findings(self, asked: frozenset[str] | set[str]) -> dict[str, list[tuple[str, Finding]]]:
         """Requirement -> (name of the plan or check, finding), in the order of the pool. `asked`: the requirements of the run."""
@@ -97,7 +104,7 @@ class Pool:
             return Judgement(
                 Verdict.FAIL,
                 reason=finding.kind,
-                rung="contract",
+                rung=self.layer,
                 expected=finding.expected,
                 observed=f"{finding.observed} ({_place(finding)}plan {name}){further}",
                 evidence=Evidence(),
@@ -123,7 +130,13 @@ class Pool:
 
     def write(self, path: Path) -> None:
         """One line for the pool, then one for each plan and check."""
-        head = {"schema": SCHEMA, "seed": self.seed, "examples": self.examples, "hypothesis": self.hypothesis}
+        head = {
+            "schema": SCHEMA,
+            "layer": self.layer,
+            "seed": self.seed,
+            "examples": self.examples,
+            "hypothesis": self.hypothesis,
+        }
         lines = [head | {"left": list(self.left)}]
         lines += [{"plan": one.to_json()} for one in self.plans] + [{"check": one.to_json()} for one in self.checks]
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -143,6 +156,7 @@ class Pool:
             tuple(PlanEvidence.from_json(line["plan"]) for line in lines if "plan" in line),
             tuple(Told.from_json(line["check"]) for line in lines if "check" in line),
             tuple(head["left"]),
+            head.get("layer", "contract"),
         )
 
 

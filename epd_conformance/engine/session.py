@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -13,12 +13,11 @@ from typing import Any
 from epd_conformance.catalogue.selection import parse_cell_id
 from epd_conformance.engine import measured
 from epd_conformance.engine.case import EngineCell
-from epd_conformance.engine.corpus import corpus
-from epd_conformance.engine.drawn import drawn
 from epd_conformance.engine.evidence import PlanEvidence
 from epd_conformance.engine.findings import Finding
 from epd_conformance.engine.hosted import LIMIT_S, Carried, Host
 from epd_conformance.engine.hunt import Catch, shrink_catch, size
+from epd_conformance.engine.layers import plans as plans_of
 from epd_conformance.engine.plan import Plan
 from epd_conformance.engine.pool import Pool, Told, pool_path
 from epd_conformance.errors import StackError
@@ -118,18 +117,18 @@ class EngineSession:
         return self._pool
 
     def _fill(self) -> Pool:
-        plans = corpus(self.features) | drawn(self.features, self.examples, self.seed)
-        self.say(f"{len(plans)} plans and {len(measured.CHECKS)} checks against {self.subject}, seed {self.seed}")
-        pool = Pool(self.seed, self.examples, importlib.metadata.version("hypothesis"))
+        plans = plans_of(self.layer, self.features, self.examples, self.seed)
+        self.say(f"{len(plans)} plans and {len(checks(self.asked))} checks against {self.subject}, seed {self.seed}")
+        pool = Pool(self.seed, self.examples, importlib.metadata.version("hypothesis"), layer=self.layer)
         done: list[PlanEvidence] = []
         for name, plan in plans.items():
             done.append(self._carry(plan, name))
-            pool = Pool(pool.seed, pool.examples, pool.hypothesis, tuple(done))
+            pool = replace(pool, plans=tuple(done))
             if done[-1].death is not None and pool.hung():
                 break
         left = tuple(plans)[len(done) :]
         told = [] if left else [self._check(name) for name in checks(self.asked)]
-        return Pool(pool.seed, pool.examples, pool.hypothesis, tuple(done), tuple(told), left)
+        return replace(pool, checks=tuple(told), left=left)
 
     def _check(self, name: str) -> Told:
         check = measured.CHECKS[name]

@@ -207,7 +207,7 @@ def _row(cell: CellRecord) -> str:
 
 BEGIN, END = "<!-- published reports: made by epd-conformance publish -->", "<!-- end of published reports -->"
 CLASSES = ("cpu-v1", "cpu-v2-emulated", "cuda")
-TOPOLOGIES = ("contract", "aggregated", "e-pd", "e-p-d")
+TOPOLOGIES = ("contract", "scheduler", "aggregated", "e-pd", "e-p-d")
 
 
 def table(reports: Path, link: str) -> str:

@@ -466,7 +466,7 @@ class _Check:
                 self.checked["plans"] += len(pool.plans)
                 self.checked["checks"] += len(pool.checks)
                 certifies = self.start.run.mode is Mode.CERTIFY
-                for words in verify_engine.problems(pool, self.start, self._asked(layer), certifies):
+                for words in verify_engine.problems(pool, layer, self.start, self._asked(layer), certifies):
                     self._say(Kind.EVIDENCE, path, words)
         return self.pools[layer]
 

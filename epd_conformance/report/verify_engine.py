@@ -6,31 +6,32 @@ import importlib.metadata
 from collections.abc import Iterator
 
 from epd_conformance.engine import measured
-from epd_conformance.engine.corpus import corpus
-from epd_conformance.engine.drawn import EXAMPLES, drawn
+from epd_conformance.engine.layers import examples, fixed, plans
 from epd_conformance.engine.pool import Pool
 from epd_conformance.features import Feature
 from epd_conformance.report import schema
 from epd_conformance.verdict import Mode
 
 
-def problems(pool: Pool, start: schema.RunStart, asked: frozenset[str], certifies: bool) -> Iterator[str]:
+def problems(pool: Pool, layer: str, start: schema.RunStart, asked: frozenset[str], certifies: bool) -> Iterator[str]:
     """What is wrong with the plans and checks of a run, each in a clause. Raises ValueError for an unknown feature.
 
     `asked`: the requirements that the run shows in this layer. What plans and checks showed is not looked at here.
     """
     features = frozenset(Feature(name) for name in start.subject.features)
+    if pool.layer != layer:
+        yield f"is of the layer {pool.layer}, and must be of {layer}"
     if pool.seed != start.run.seed:
         yield f"was drawn from seed {pool.seed}, and the run's is {start.run.seed}"
-    if certifies and pool.examples != EXAMPLES[Mode.CERTIFY]:
-        yield f"holds {pool.examples} drawn plans: certify draws {EXAMPLES[Mode.CERTIFY]}"
+    if certifies and pool.examples != examples(layer, Mode.CERTIFY):
+        yield f"holds {pool.examples} drawn plans: certify draws {examples(layer, Mode.CERTIFY)}"
     ours = importlib.metadata.version("hypothesis")
-    fixed = corpus(features)
     if pool.hypothesis == ours:
-        wanted = fixed | drawn(features, pool.examples, pool.seed)
+        wanted = plans(layer, features, pool.examples, pool.seed)
     else:
         yield f"was drawn by Hypothesis {pool.hypothesis}: only the same version (here: {ours}) draws the same plans again"
-        wanted = fixed | {one.name: one.plan for one in pool.plans if one.name not in fixed}
+        wanted = fixed(layer, features)
+        wanted |= {one.name: one.plan for one in pool.plans if one.name not in wanted}
     names = [one.name for one in pool.plans]
     if [*names, *pool.left] != list(wanted):
         yield "its plans are not those that the suite has for this subject and seed"

@@ -1,4 +1,4 @@
-"""The profile `contract` from the options to the report, and `verify` of it: over a made host, so that vLLM is not needed."""
+"""The profiles without servers from the options to the report, and `verify` of it: over a made host, so that vLLM is not needed."""
 
 from __future__ import annotations
 
@@ -102,6 +102,23 @@ def test_what_was_put_to_the_test_passes_and_nothing_else(contract: Contract) ->
     found = verify(out)
     assert found.ok, found.lines()
     assert found.checked["plans"] > 200
+
+
+def test_vllms_scheduler_is_a_layer_of_its_own(fake_run: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(session, "Host", MadeHost("transfer-v1"))
+    ended, out = fake_run(None, "--profile", "scheduler", "--examples", 12), tmp_path / "out"
+    cell = ended.cells["EPD-XFER-011[scheduler/tiny-qwen2.5-vl/plans]"]
+    assert (cell["verdict"], cell["rung"]) == ("fail", "scheduler")
+    assert {cell["topology"] for cell in ended.cells.values()} == {"scheduler"}
+    assert verify(out).ok
+    path = out / "engine" / "scheduler.ndjson"
+    path.write_text(
+        path.read_text()
+        .replace('"layer": "scheduler"', '"layer": "contract"')
+        .replace('"layer":"scheduler"', '"layer":"contract"')
+    )
+    words = [problem.words for problem in verify(out).problems]
+    assert any("is of the layer contract, and must be of scheduler" in text for text in words), words
 
 
 def test_a_finding_fails_its_requirement_with_a_plan_to_replay(contract: Contract) -> None:
