@@ -50,6 +50,7 @@ class Core:
         v2: bool,
         mrope: bool = True,
     ) -> None:
+        self.block_hasher = None  # nothing is cached by its prefix
         self.ec_connector = connector
         self.record = record
         self.encoder_cache_manager = EncoderCacheManager(cache_size=cache)

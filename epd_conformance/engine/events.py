@@ -29,6 +29,22 @@ The driver only says what happened; whether it may happen is for `judge`. The fi
     merged      (reported)                              the ranks' reports were aggregated; whether the connector reported anything
     shutdown    (side)                                  shutdown returned
 
+vLLM's own Scheduler, where it is driven, leaves these as well (`real_core`, `schedule_judge`); an index is that of an item in the
+request:
+
+    queued      (request, tokens, items)                `items`: (key, offset, mask, whether it came without payload)
+    asked       (request, computed, answer)             ensure_cache_available
+    room        (request, index, budget, pending, answer, evicted)
+                                                        can_allocate, with the keys that had to go
+    took        (request, index)                        allocate
+    told        (request, index)                        update_state_after_alloc
+    consumed    (request, index)                        update_state_after_free
+    pass        (facts)                                 schedule returned: see `RealCore.schedule`
+    settled     (pass, ends, held, blocks)              its results were taken in; where its requests stand, who holds which key,
+                                                        and blocks of the KV cache that are taken
+    cleared     (keys)                                  the harness evicted them; None: it reset the encoder cache
+    broke       (where, error)                          vLLM's Scheduler raised: the server is dead
+
 What the harness did itself stands among them, so that the events of a plan are all that a judge needs:
 
     operation   (number)                                of the plan; what follows belongs to it
@@ -36,6 +52,7 @@ What the harness did itself stands among them, so that the events of a plan are 
     gone        (keeps)                                 the server ended; whether the store outlives it
     arrived     (request, media, hostile)               `media`: key -> whether the request has its media
     fault       (fault)                                 the store has this fault from now on; empty: it is mended
+    made-to-name (request)                              the connector will name it as unavailable
     watch       (begins)                                the store is watched for changes, or no more
     swept       ()                                      what lies outside the store was looked at
     stuck       (request, seconds)                      not served and not given up for so long, by the plan's clock

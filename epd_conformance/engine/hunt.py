@@ -171,6 +171,13 @@ def _smaller(plan: Plan) -> Iterator[Plan]:
             ("runner", "v1"),
             ("cache", 64),
             ("budget", 64),
+            ("blocks", 0),
+            ("prefix_caching", False),
+            ("whole_items", False),
+            ("priority", False),
+            ("drafts", 0),
+            ("lookahead", 0),
+            ("kv_connector", False),
         ):
             if getattr(server, field_) != usual:
                 changed: dict[str, Any] = {field_: usual}

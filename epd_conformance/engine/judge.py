@@ -14,7 +14,8 @@ from typing import Any
 from epd_conformance.engine.content import Content, expected_digest
 from epd_conformance.engine.events import Event
 from epd_conformance.engine.findings import DAMAGE_REQUIREMENT, HOOK_REQUIREMENT, Finding
-from epd_conformance.engine.plan import Plan
+from epd_conformance.engine.plan import Plan, ServerSpec
+from epd_conformance.engine.schedule_judge import ScheduleJudge
 
 
 @dataclass
@@ -70,8 +71,15 @@ class Seen:
 class Judge:
     """Takes events of all servers in order; `findings` grows. `operation` is the plan's operation that is being done."""
 
-    def __init__(self, contents: Mapping[str, Content], producers: frozenset[str], consumers: frozenset[str]) -> None:
-        """`contents`: by identifier. `producers`, `consumers`: names of servers; one may be both."""
+    def __init__(
+        self,
+        contents: Mapping[str, Content],
+        producers: frozenset[str],
+        consumers: frozenset[str],
+        servers: Mapping[str, ServerSpec] | None = None,
+    ) -> None:
+        """`contents`: by identifier. `producers`, `consumers`: names of servers; one may be both. `servers`: what the plan says of
+        them, for the judge of vLLM's own Scheduler."""
         self.items = {key: Item(content) for key, content in contents.items()}
         self.requests: dict[str, Request] = {}
         self.findings: list[Finding] = []
@@ -87,6 +95,7 @@ class Judge:
         self._watching = False
         self._pathlike = False
         self._shut: set[tuple[str, str]] = set()
+        self._engine = ScheduleJudge(servers or {}, self.found, self.exercised)
 
     def arrived(self, request_id: str, server: str, media: Mapping[str, bool], hostile: bool) -> None:
         self.time += 1
@@ -113,6 +122,7 @@ class Judge:
         handler = _HANDLERS.get(event[0])
         if handler is not None:
             handler(self, server, *event[1:])
+        self._engine.take(server, event)
 
     # ---- the engine's side ----
 
@@ -381,7 +391,7 @@ class Judge:
         )
 
     def _lost(self, server: str, rank: int, key: str) -> None:
-        if key in self._seen[server].gone:
+        if key in self._seen[server].gone or self._engine.owes(server, key):
             return  # found already: it was never there
         self.found(
             "EPD-XFER-011",
@@ -499,6 +509,8 @@ class Judge:
 
     def _stuck(self, server: str, request_id: str, seconds: float) -> None:
         request = self.requests[request_id]
+        if self._engine.starves(server, request_id):
+            return
         if request.deferred:
             self.found(
                 "EPD-LIFE-006",
@@ -527,6 +539,7 @@ def judge_of(plan: Plan, keys: Sequence[str], hidden: int) -> Judge:
         {key: item.content(hidden, plan.dtype) for key, item in zip(keys, plan.items, strict=True)},
         frozenset(name for name, spec in zip(names, plan.servers, strict=True) if spec.role != "ec_consumer"),
         frozenset(name for name, spec in zip(names, plan.servers, strict=True) if spec.role != "ec_producer"),
+        dict(zip(names, plan.servers, strict=True)),
     )
 
 

@@ -212,14 +212,26 @@ class _Machine:
     def _index(self, operation: Mapping[str, Any]) -> int:
         return int(argument(operation, "server")) % len(self.servers)
 
-    def _arrive(self, index: int, items: Sequence[int], media: str, text: int, tokens: int, parameters: Any) -> None:
+    def _arrive(
+        self,
+        index: int,
+        items: Sequence[int],
+        media: str,
+        text: int,
+        tokens: int,
+        parameters: Any,
+        priority: int = 0,
+    ) -> None:
         server = self.servers[index]
         if server is None:
             return
         self._requests += 1
         request_id = f"r{self._requests}"
         chosen = [item % len(self.plan.items) for item in items]
-        has = [media == "all" or (media == "odd" and place % 2 == 0) for place in range(len(chosen))]
+        has: list[bool | None] = [
+            None if media == "stripped" else media == "all" or (media == "odd" and place % 2 == 0)
+            for place in range(len(chosen))
+        ]
         if self.plan.servers[index].role == "ec_producer":
             # An encode server is never sent references: there is nothing to encode.
             has = [True] * len(chosen)
@@ -227,7 +239,7 @@ class _Machine:
         keys = [self.site.keys[item] for item in chosen]
         with_media: dict[str, bool] = {}
         for key, there in zip(keys, has, strict=True):
-            with_media[key] = with_media.get(key, True) and there
+            with_media[key] = with_media.get(key, True) and bool(there)
         self._note(index, "arrived", request_id, with_media, parameters is not None)
         self._guard(
             index,
@@ -239,6 +251,7 @@ class _Machine:
                 "text": text,
                 "max_tokens": max(tokens, 1),
                 "parameters": parameters,
+                "priority": priority,
             },
         )
 
@@ -259,6 +272,7 @@ class _Machine:
             argument(operation, "text"),
             argument(operation, "tokens"),
             argument(operation, "params"),
+            argument(operation, "priority"),
         )
 
     def _do_step(self, operation: Mapping[str, Any]) -> None:
@@ -363,6 +377,18 @@ class _Machine:
     def _do_wait(self, operation: Mapping[str, Any]) -> None:
         clock.advance(float(argument(operation, "seconds")))
         time.sleep(_BREATH_S)
+
+    def _do_name(self, operation: Mapping[str, Any]) -> None:
+        index, who = self._index(operation), argument(operation, "who")
+        server = self.servers[index]
+        if server is None:
+            return
+        live = server.engine.live()
+        name, requests = self.names[index], self.judge.requests
+        ended = [key for key, request in requests.items() if request.server == name and key not in live]
+        chosen = {"unknown": ["nobody"], "ended": ended[-1:], "live": live[-1:]}[who]
+        if chosen:
+            self._guard(index, "give_up", chosen[0])
 
     # ---- the end ----
 

@@ -18,7 +18,7 @@ from epd_conformance.errors import UsageError
 SCHEMA = "epd-conformance/engine-plan/v1"
 ROLES = ("ec_producer", "ec_consumer", "ec_both")
 RUNNERS = ("v1", "v2")
-KV = ("", "refuse", "preempt")
+KV = ("", "refuse", "preempt", "preempt-last")
 DAMAGES = (
     "deleted",
     "truncated",
@@ -42,11 +42,13 @@ WINDOWS = ("alloc", "load")
 
 #: Operation -> its fields with the value that a missing one has.
 OPERATIONS: dict[str, dict[str, Any]] = {
-    # A request arrives. `items`: indices into the plan's items; `media`: "all", "none" or "odd" (every second item has none);
-    # `text`: tokens before, between and behind the items; `tokens`: how many are generated; `params`: ec_transfer_params.
-    "request": {"server": 0, "items": [], "media": "all", "text": 1, "tokens": 1, "params": None},
+    # A request arrives. `items`: indices into the plan's items; `media`: "all", "none", "odd" (every second item has none) or
+    # "stripped" (no payload of any kind, as for what the engine has seen before); `text`: tokens before, between and behind the
+    # items; `tokens`: how many are generated; `params`: ec_transfer_params; `priority`: the lower, the sooner.
+    "request": {"server": 0, "items": [], "media": "all", "text": 1, "tokens": 1, "params": None, "priority": 0},
     # `times` engine steps of at most `tokens` tokens. `kv` "refuse": the KV cache has no room for a waiting request;
-    # "preempt": none for the first running one, so the last one is preempted. `during`: a damage within the first step.
+    # "preempt": none for the first running one, "preempt-last": none for the last running one; a request is preempted for it.
+    # `during`: a damage within the first step.
     "step": {"server": 0, "tokens": 64, "times": 1, "kv": "", "during": None, "watch": False},
     # Steps until the server has nothing to do, at most `LIMIT_RUN`.
     "run": {"server": 0, "tokens": 64},
@@ -63,7 +65,12 @@ OPERATIONS: dict[str, dict[str, Any]] = {
     "store": {"fault": ""},
     "restart": {"server": 0, "graceful": True},
     "wait": {"seconds": 1},
+    # The connector is made to name a request as unavailable: one of `UNAVAILABLE`.
+    "name": {"server": 0, "who": "unknown"},
 }
+
+#: One that nobody knows; the last one that has ended; the last one that has not.
+UNAVAILABLE = ("unknown", "ended", "live")
 
 LIMIT_RUN = 64
 
@@ -74,6 +81,11 @@ class ServerSpec:
 
     `ranks`: WORKER objects for the one SCHEDULER object; `asynchronous`: step N+1 is scheduled before the results of step N are
     known; `late`: the worker executes a step only after the next one was scheduled.
+
+    What follows is for vLLM's own Scheduler; the core of the contract layer knows nothing of it. `blocks`: of the KV cache
+    (0: more than any plan needs); `prefix_caching`, `whole_items` (`disable_chunked_mm_input`) and `priority` (the scheduling
+    policy) as vLLM's options; `drafts`: speculative tokens of each step, half of which are accepted; `lookahead`: tokens behind a
+    chunk that the drafter reads (1 with EAGLE); `kv_connector`: the blocks of what has ended are kept until they were sent.
     """
 
     role: str
@@ -83,6 +95,13 @@ class ServerSpec:
     late: bool = False
     cache: int = 64
     budget: int = 64
+    blocks: int = 0
+    prefix_caching: bool = False
+    whole_items: bool = False
+    priority: bool = False
+    drafts: int = 0
+    lookahead: int = 0
+    kv_connector: bool = False
 
 
 @dataclass(frozen=True)
@@ -210,6 +229,8 @@ def _check(operation: Mapping[str, Any]) -> None:
         raise UsageError(
             f"no fault of the store is called {operation.get('fault')!r}: known are {', '.join(STORE_FAULTS)}"
         )
+    if name == "name" and argument(operation, "who") not in UNAVAILABLE:
+        raise UsageError(f"nobody is called {operation.get('who')!r}: known are {', '.join(UNAVAILABLE)}")
     if name == "step":
         during = argument(operation, "during")
         if argument(operation, "kv") not in KV or (

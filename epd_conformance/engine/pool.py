@@ -24,8 +24,8 @@ SCHEMA = "epd-conformance/engine-pool/v1"
 #: A hook that hangs holds up every plan that comes to it for the whole time limit: after so many of them nothing is learned.
 HANGS = 3
 
-#: A requirement that is not asked in every run (it needs a feature, or a check of the contract layer) -> the one that is broken where
-#: a plan shows it all the same.
+#: A requirement that is not asked in every run (it needs a feature, or a check of the contract layer) -> the one that is broken
+#: where a plan shows it all the same.
 WITHOUT_FEATURE = {
     "EPD-LIFE-001": "EPD-INIT-006",
     "EPD-LIFE-006": "EPD-INIT-006",

@@ -79,7 +79,7 @@ class EngineProcess:
         self._number = 0
 
     def add(self, request_id: str, arguments: Mapping[str, Any]) -> None:
-        request = make_request(request_id, **arguments)
+        request = make_request(request_id, block_hasher=self.core.block_hasher, **arguments)
         self.ended[request_id] = request
         self.core.add_request(request)
 
@@ -133,6 +133,11 @@ class EngineProcess:
 
     def abort(self, request_id: str) -> None:
         self.core.finish_requests([request_id], RequestStatus.FINISHED_ABORTED)
+
+    def give_up(self, request_id: str) -> None:
+        """The connector names a request as unavailable with the next step's results, whatever it would say itself."""
+        self.record(("made-to-name", request_id))
+        self.side.named_too.add(request_id)
 
     def again(self, request_id: str) -> None:
         """The connector hears of a request's end once more."""
@@ -244,6 +249,10 @@ class Server:
     def abort(self, request_id: str) -> None:
         """Between two steps, or, where one is under way, before its results are taken in."""
         self.engine.abort(request_id)
+
+    def give_up(self, request_id: str) -> None:
+        """The connector is made to name a request as unavailable."""
+        self.engine.give_up(request_id)
 
     def reset(self) -> None:
         """`EngineCore.reset_encoder_cache`. The workers do it in their queue's order, behind the steps they have been sent."""

@@ -73,6 +73,8 @@ class SchedulerSide(Side):
         # Keys of this pass: looked up with yes and allocated, and all that were allocated.
         self.promised: set[str] = set()
         self.allocated: set[str] = set()
+        # Ids that the harness puts among those that the connector names as unavailable.
+        self.named_too: set[str] = set()
         self._unencodable = unencodable
         self._asked_for: Request | None = None
         self._answers: dict[str, bool] = {}
@@ -149,6 +151,7 @@ class SchedulerSide(Side):
             self.returned("take_unavailable_requests", f"{named!r} instead of a set of request ids")
         if named:
             self.record(("named", sorted(named)))
+        named, self.named_too = {*named, *self.named_too}, set()
         return set(named)
 
     def update_connector_output(self, connector_output: Any) -> None:

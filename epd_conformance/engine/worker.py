@@ -244,7 +244,7 @@ class Worker:
                 self.record(("used", self.rank, feature.identifier, tensor_digest(tensor)))
 
     def _sampled(self, output: SchedulerOutput, reported: ECConnectorOutput) -> ModelRunnerOutput:
-        """A token for each request whose prompt is computed; none within it (chunked prefill)."""
+        """A token for each request whose prompt is computed, and half of its drafts; none within it (chunked prefill)."""
         request_ids = list(output.num_scheduled_tokens)
         outputs = dict(
             zip(output.scheduled_cached_reqs.req_ids, output.scheduled_cached_reqs.num_output_tokens, strict=True)
@@ -253,7 +253,8 @@ class Worker:
         tokens: list[list[int]] = []
         for request_id, start, count in _windows(output):
             known = max(prefill.get(request_id, 0), self._prompt[request_id] + outputs.get(request_id, 0))
-            tokens.append([SAMPLED] if start + count >= known else [])
+            drafts = len(output.scheduled_spec_decode_tokens.get(request_id, ()))
+            tokens.append([SAMPLED] * (1 + drafts // 2) if start + count - drafts >= known else [])
         return ModelRunnerOutput(
             req_ids=request_ids,
             req_id_to_index={request_id: index for index, request_id in enumerate(request_ids)},
