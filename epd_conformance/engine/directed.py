@@ -1,4 +1,4 @@
-"""What no plan can show: processes that race for one object, growth over many requests, and models that load nothing.
+"""What no plan can show: processes that race for one object, growth over many requests, models that load nothing, identifiers.
 
 Each function is for `Host.call`: it runs in a child, takes the subject and an empty folder, and returns JSON: what was seen and
 counted. What that means is for `measured`.
@@ -29,6 +29,8 @@ from epd_conformance.subject import Subject
 
 #: Rows of the raced object: with the tiny model some 400 KiB, a hundred pages, so that a write of it takes its time.
 RACED_ROWS = 768
+#: Where an image stands in a prompt of the tiny model, which is a Qwen2.5-VL.
+_PLACEHOLDER = "<|vision_start|><|image_pad|><|vision_end|>"
 
 
 def race(subject: Subject, root: Path, *, writers: int, readers: int, seconds: float) -> dict[str, Any]:
@@ -195,3 +197,35 @@ def encoder_decoder(subject: Subject, root: Path) -> dict[str, Any]:
         config = make(site.connector_config("ec_consumer"), "ec_consumer")
         answer = configs.connector(config, "SCHEDULER").has_cache_item(site.keys[0])
     return {"saved": any(event[0] == "saved" for event in events), "answer": answer if answer is None else bool(answer)}
+
+
+def identities(subject: Subject, root: Path) -> dict[str, Any]:
+    """What two servers make of the same two images that differ in their EC configuration and engine id.
+
+    Returns for each server `configurations` (its EC configuration, as text), `identifiers` of the two images and `hashes`, which
+    name what was compiled.
+    """
+    told = [_Racing(functools.partial(_identity, subject, root, name)).result() for name in ("one", "other")]
+    return {name: [one.get(name, "") for one in told] for name in ("configurations", "identifiers", "hashes")}
+
+
+def _identity(subject: Subject, root: Path, name: str) -> dict[str, Any]:
+    """In a process of its own: vLLM's front end leaves threads behind."""
+    from PIL import Image
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.engine.input_processor import InputProcessor
+
+    site = Site(
+        subject, Plan((ServerSpec("ec_consumer"),), (ItemSpec("seen", 0),), ()), root / name, configs.hidden_size()
+    )
+    config = configs.make(site.connector_config("ec_consumer"), "ec_consumer", engine_id=name)
+    front_end = InputProcessor(config)
+    images = [Image.new("RGB", (56, 56), colour) for colour in ("red", "blue")]
+    prompt = {"prompt": _PLACEHOLDER * len(images), "multi_modal_data": {"image": images}}
+    rendered = front_end.renderer.render_cmpl([prompt])[0]
+    request = front_end.process_inputs(name, rendered, SamplingParams(max_tokens=1), ("generate",))
+    return {
+        "configurations": repr(config.ec_transfer_config),
+        "identifiers": [feature.identifier for feature in request.mm_features],
+        "hashes": config.compute_hash(),
+    }

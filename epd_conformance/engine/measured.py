@@ -28,6 +28,7 @@ CHECKS: dict[str, Check] = {
     "race-of-two": Check("EPD-RACE-006", "race", {"writers": 2, "readers": 1, "seconds": 1.5}),
     "growth": Check("EPD-LIFE-001", "growth", {"cycles": 80}),
     "encoder-decoder": Check("EPD-ROLE-008", "encoder_decoder", {}),
+    "identities": Check("EPD-KEY-015", "identities", {}),
 }
 
 
@@ -42,6 +43,11 @@ def exercised(requirement: str, told: Mapping[str, Any]) -> bool:
         return bool(told["saves"] >= RACED and told["loads"] >= RACED)
     if requirement == "EPD-LIFE-001":
         return bool(told["objects"])
+    if requirement == "EPD-KEY-015":
+        # They do differ, and identifiers tell images apart.
+        return told["configurations"][0] != told["configurations"][1] and all(
+            len(set(identifiers)) == len(identifiers) > 1 for identifiers in told["identifiers"]
+        )
     return bool(told["saved"]) and told["answer"] is not None
 
 
@@ -69,9 +75,20 @@ def _encoder_decoder(requirement: str, told: Mapping[str, Any]) -> list[Finding]
     return [Finding(requirement, "promised to a model that loads nothing", expected, "True")]
 
 
+def _identities(requirement: str, told: Mapping[str, Any]) -> list[Finding]:
+    found = []
+    for name, what in (("identifiers", "identifiers of the same images"), ("hashes", "compile hashes")):
+        one, other = told[name]
+        if one != other:
+            expected = f"equal {what} on servers that differ in EC configuration and engine id alone"
+            found.append(Finding(requirement, f"other {name}", expected, f"{one} and {other}"))
+    return found
+
+
 _JUDGES = {
     "EPD-RACE-006": _race,
     "EPD-RACE-008": _race,
     "EPD-LIFE-001": _growth,
     "EPD-ROLE-008": _encoder_decoder,
+    "EPD-KEY-015": _identities,
 }
