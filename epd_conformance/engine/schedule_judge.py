@@ -111,7 +111,7 @@ class Server:
     `cache`: what is in its encoder cache, by key; `ghosts`: listed there, and neither encoded nor loaded; `lost`: keys that a step
     was scheduled for without their rows; `preempted_with`: key -> the request that took room for it and was preempted in the same
     pass; `made_to_name`, `given_up`: requests named as unavailable that have ended, or had not; `used`: blocks of the KV cache that
-    are taken; `ways`: what passes have shown so far.
+    are taken; `consumed`: what was released since results were last taken in; `ways`: what passes have shown so far.
     """
 
     spec: ServerSpec
@@ -123,6 +123,7 @@ class Server:
     given_up: set[str] = field(default_factory=set)
     used: int = 0
     now: Pass = field(default_factory=Pass)
+    consumed: list[tuple[str, int]] = field(default_factory=list)
     preempted_with: dict[str, str] = field(default_factory=dict)
     ways: set[str] = field(default_factory=set)
     passes: int = 0
@@ -154,7 +155,7 @@ class ScheduleJudge:
         """Whether a request that came to no end waits for the engine, and not for the connector; found, if so."""
         state = self._servers.get(server)
         request = state.requests.get(request_id) if state is not None else None
-        if state is None or request is None or not state.passes or request.asked is False:
+        if state is None or request is None or not state.passes or request.over or request.asked is False:
             return False
         self._stands(server, state, request_id)
         return True
@@ -162,8 +163,7 @@ class ScheduleJudge:
     def _stands(self, server: str, state: Server, request_id: str) -> None:
         request = state.requests[request_id]
         live = [other for other in state.requests.values() if not other.over]
-        crowd = state.spec.blocks > 0 and len(live) > 1
-        requirement = "EPD-LIFE-015" if crowd else "EPD-LIFE-014"
+        requirement = "EPD-LIFE-015" if len(live) > 1 else "EPD-LIFE-014"
         observed = f"{request_id} stands at token {request.computed} of {request.prompt} in every step"
         self._found(requirement, "no progress", f"{request_id} comes to its end", observed, server)
 
@@ -282,6 +282,9 @@ class ScheduleJudge:
             if key in state.cache:
                 self._dropped_early(server, key, "nobody needed room")
                 self._dropped(server, state, key, 0)
+        for request_id, index in state.consumed:
+            self._consumed_early(server, state, request_id, index)
+        state.consumed.clear()
         self._told_right(server, state, now)
         self._asked_once(server, state, now, facts)
         self._preemptions(state, now, facts)
@@ -300,6 +303,16 @@ class ScheduleJudge:
         self._progress(server, state, now, facts)
         self._ways(state, now, facts)
         self._counted(server, state, now, facts)
+
+    def _consumed_early(self, server: str, state: Server, request_id: str, index: int) -> None:
+        """An item was released by a scheduling pass: only what was computed before may be."""
+        request = state.requests[request_id]
+        feature = request.features[index]
+        if feature.end > request.computed and not request.over:
+            requirement = "EPD-LIFE-020" if state.spec.asynchronous or state.spec.drafts else "EPD-LIFE-018"
+            expected = f"{request_id} holds {feature.key[:80]!r} until the step that reads it is over"
+            observed = f"released when {request.computed} tokens are computed, and the item ends at {feature.end}"
+            self._found(requirement, "released before its step", expected, observed, server)
 
     def _told_right(self, server: str, state: Server, now: Pass) -> None:
         def keys(pairs: Sequence[tuple[str, int]]) -> Counter[tuple[str, str]]:
@@ -448,6 +461,7 @@ class ScheduleJudge:
         used: int,
     ) -> None:
         state.used = used
+        state.consumed.clear()
         if state.made_to_name:
             # What the connector names is taken in with every step's results.
             self._exercised["EPD-ERR-011"] += 1
@@ -483,8 +497,10 @@ class ScheduleJudge:
                 expected = f"{request_id} holds {key[:80]!r} until the last of its tokens is computed"
                 observed = f"released when {request.computed} tokens are, and the item ends at {feature.end}"
                 self._found(requirement, "released early", expected, observed, server)
-            last = max(other.end for other in touched if other.key == key)
-            if late and key not in reads and last + state.spec.lookahead <= request.computed:
+            # An occurrence counts as soon as a token of its placeholder was given to the worker, or will be looked at ahead.
+            begun = request.scheduled + state.spec.lookahead
+            last = max(other.end for other in request.features if other.key == key and other.offset < begun)
+            if late and last + state.spec.lookahead <= request.computed:
                 if holds:
                     request.due[key] += 1
                     if request.due[key] == (_GRACE_AHEAD if state.spec.asynchronous else _GRACE):
@@ -499,6 +515,9 @@ class ScheduleJudge:
                         self._exercised["EPD-LIFE-019"] += 1
 
     # ---- between passes ----
+
+    def _consumed(self, server: str, state: Server, request_id: str, index: int) -> None:
+        state.consumed.append((request_id, index))
 
     def _queued(
         self, server: str, state: Server, request_id: str, prompt: int, features: Sequence[Sequence[Any]]
@@ -548,7 +567,7 @@ class ScheduleJudge:
             self._exercised["EPD-LIFE-015"] += 1
 
     def _idle(self, server: str, state: Server, seconds: float, pending: bool) -> None:
-        if state.given_up and state.spec.kv_connector and not pending:
+        if state.given_up and state.spec.kv_connector:
             self._exercised["EPD-KV-010"] += 1
             if state.used:
                 expected = "an idle server holds no block of the KV cache, whoever was given up"
@@ -575,6 +594,7 @@ _HANDLERS: Mapping[str, Any] = {
     "room": ScheduleJudge._room,
     "took": ScheduleJudge._took,
     "told": ScheduleJudge._told,
+    "consumed": ScheduleJudge._consumed,
     "built": ScheduleJudge._built,
     "pass": ScheduleJudge._pass,
     "settled": ScheduleJudge._settled,

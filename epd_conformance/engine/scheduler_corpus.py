@@ -110,6 +110,11 @@ def _small_caches() -> Iterator[tuple[str, Plan]]:
     for n in (1, 3, ROWS, ROWS + 1, 64):
         operations = [scenes.save([0, 1]), _ask([0, 1], text=0, tokens=2), _run(n)]
         yield f"adjacent-lookahead-{n}", _plan(2, *operations, consumer={"cache": ROWS, "lookahead": 1})
+    # The third request waits with both of its items in the cache when the first one is preempted, and wants its own back.
+    long, short = _ask([2, 3], tokens=9), _ask([0, 1])
+    first = [long, short, _step(64), _step(64), _step(64), short, _step(64, kv="refuse"), _step(64, kv="preempt")]
+    rest = [_ask([2 * index, 2 * index + 1]) for index in (2, 3, 4)]
+    yield "crowd-held", _plan(10, *first, *rest, _run(), consumer={"cache": 2 * ROWS})
     # A block of 16 tokens is room for one prompt and what is generated, two blocks for one that outgrows its first.
     for blocks, tokens in ((1, 3), (2, 12)):
         for n in (5, 64):
