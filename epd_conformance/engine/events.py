@@ -36,6 +36,7 @@ request:
     asked       (request, computed, answer)             ensure_cache_available
     room        (request, index, budget, pending, answer, evicted)
                                                         can_allocate, with the keys that had to go
+    unasked     (keys)                                  had left the cache before the pass began
     took        (request, index)                        allocate
     told        (request, index)                        update_state_after_alloc
     consumed    (request, index)                        update_state_after_free

@@ -201,6 +201,8 @@ class RealCore:
     def schedule(self, order: StepOrder) -> SchedulerOutput:
         self.scheduler.max_num_scheduled_tokens = order.tokens
         self._kv = order.kv
+        if freed := self.scheduler.encoder_cache_manager.freed:
+            self._record(("unasked", list(freed)))
         preemptions = {name: request.num_preemptions for name, request in self.requests.items()}
         output: SchedulerOutput = self._guarded("schedule", self.scheduler.schedule)
         self._kv = ""

@@ -98,6 +98,7 @@ class Pass:
     spent: int = 0
     took: list[tuple[str, int]] = field(default_factory=list)
     told: list[tuple[str, int]] = field(default_factory=list)
+    roomy: list[tuple[str, str]] = field(default_factory=list)
     refused: list[tuple[str, int]] = field(default_factory=list)
     built: int = 0
     loads: bool = False
@@ -163,7 +164,9 @@ class ScheduleJudge:
     def _stands(self, server: str, state: Server, request_id: str) -> None:
         request = state.requests[request_id]
         live = [other for other in state.requests.values() if not other.over]
-        requirement = "EPD-LIFE-015" if len(live) > 1 else "EPD-LIFE-014"
+        # Once several stand they are ended one by one, and the last one stands for what the first ones did.
+        state.ways |= {"crowd stands"} if len(live) > 1 else set()
+        requirement = "EPD-LIFE-015" if "crowd stands" in state.ways else "EPD-LIFE-014"
         observed = f"{request_id} stands at token {request.computed} of {request.prompt} in every step"
         self._found(requirement, "no progress", f"{request_id} comes to its end", observed, server)
 
@@ -214,10 +217,14 @@ class ScheduleJudge:
             if feature.rows + chosen <= state.spec.cache - state.rows():
                 self._dropped_early(server, key, f"{feature.rows + chosen} rows fit beside what is there")
             self._dropped(server, state, key, feature.rows + chosen)
-        if not answer:
-            now.refused.append((request_id, index))
         left = state.spec.budget - now.spent - encoded
-        if budget < left:
+        # What got room and was not looked up is no load: it is left out, or encoded without asking.
+        unasked = [key for name, key in now.roomy if name == request_id and (name, key) not in now.answers]
+        if answer:
+            now.roomy.append((request_id, feature.key))
+        else:
+            now.refused.append((request_id, index))
+        if budget < left and not unasked:
             expected = f"{left} rows may still be encoded: {encoded + now.spent} are, and loads take none of the budget"
             self._found("EPD-XFER-017", "load charged to the budget", expected, f"{budget} may", server)
         if pending < chosen:
@@ -278,10 +285,7 @@ class ScheduleJudge:
     def _pass(self, server: str, state: Server, facts: Mapping[str, Any]) -> None:
         now, state.now = state.now, Pass()
         state.passes += 1
-        for key in facts["evicted"]:
-            if key in state.cache:
-                self._dropped_early(server, key, "nobody needed room")
-                self._dropped(server, state, key, 0)
+        self._unasked(server, state, facts["evicted"])
         for request_id, index in state.consumed:
             self._consumed_early(server, state, request_id, index)
         state.consumed.clear()
@@ -419,6 +423,8 @@ class ScheduleJudge:
             self._exercised["EPD-LIFE-016"] += 1
 
     def _progress(self, server: str, state: Server, now: Pass, facts: Mapping[str, Any]) -> None:
+        if state.spec.blocks or facts["kv"]:
+            state.ways.add("no block")
         waits = [name for name in now.asked if not state.requests[name].over]
         free = facts["limit"] > 0 and not facts["kv"] and all(state.requests[name].asked for name in waits)
         state.still = state.still + 1 if waits and free and not facts["tokens"] else 0
@@ -497,9 +503,7 @@ class ScheduleJudge:
                 expected = f"{request_id} holds {key[:80]!r} until the last of its tokens is computed"
                 observed = f"released when {request.computed} tokens are, and the item ends at {feature.end}"
                 self._found(requirement, "released early", expected, observed, server)
-            # An occurrence counts as soon as a token of its placeholder was given to the worker, or will be looked at ahead.
-            begun = request.scheduled + state.spec.lookahead
-            last = max(other.end for other in request.features if other.key == key and other.offset < begun)
+            last = max(other.end for other in request.features if other.key == key)
             if late and last + state.spec.lookahead <= request.computed:
                 if holds:
                     request.due[key] += 1
@@ -523,6 +527,13 @@ class ScheduleJudge:
         self, server: str, state: Server, request_id: str, prompt: int, features: Sequence[Sequence[Any]]
     ) -> None:
         state.requests[request_id] = Request(prompt, [Feature(*feature) for feature in features])
+
+    def _unasked(self, server: str, state: Server, keys: Sequence[str]) -> None:
+        """Entries left the cache between two passes, when nobody asks for room."""
+        for key in keys:
+            if key in state.cache:
+                self._dropped_early(server, key, "nobody needed room")
+                self._dropped(server, state, key, 0)
 
     def _cleared(self, server: str, state: Server, keys: Sequence[str] | None) -> None:
         """The harness took entries out of the cache; None: all of them, whoever holds them."""
@@ -562,8 +573,9 @@ class ScheduleJudge:
             apart = one.key != other.key and one.end == other.offset
             if whole and apart and one.rows + other.rows > state.spec.cache:
                 self._exercised["EPD-LIFE-014"] += 1
-        crowd = [other for other in state.requests.values() if len(other.features) > 1 and other.over == status]
-        if whole and state.spec.blocks and len(crowd) >= CROWD:
+        crowd = [other for other in state.requests.values() if len(other.features) > 1 and other.over]
+        narrow = state.spec.cache <= sum(feature.rows for feature in request.features) and "no block" in state.ways
+        if whole and narrow and len(crowd) >= CROWD and all(other.over for other in state.requests.values()):
             self._exercised["EPD-LIFE-015"] += 1
 
     def _idle(self, server: str, state: Server, seconds: float, pending: bool) -> None:
@@ -596,6 +608,7 @@ _HANDLERS: Mapping[str, Any] = {
     "told": ScheduleJudge._told,
     "consumed": ScheduleJudge._consumed,
     "built": ScheduleJudge._built,
+    "unasked": ScheduleJudge._unasked,
     "pass": ScheduleJudge._pass,
     "settled": ScheduleJudge._settled,
     "cleared": ScheduleJudge._cleared,
@@ -609,5 +622,18 @@ _HANDLERS: Mapping[str, Any] = {
 
 #: Events that only the scheduler layer records.
 RECORDED = frozenset(
-    {"queued", "asked", "room", "took", "told", "consumed", "pass", "settled", "cleared", "made-to-name", "broke"}
+    {
+        "queued",
+        "asked",
+        "room",
+        "unasked",
+        "took",
+        "told",
+        "consumed",
+        "pass",
+        "settled",
+        "cleared",
+        "made-to-name",
+        "broke",
+    }
 )

@@ -111,7 +111,7 @@ def _small_caches() -> Iterator[tuple[str, Plan]]:
         operations = [scenes.save([0, 1]), _ask([0, 1], text=0, tokens=2), _run(n)]
         yield f"adjacent-lookahead-{n}", _plan(2, *operations, consumer={"cache": ROWS, "lookahead": 1})
     # The third request waits with both of its items in the cache when the first one is preempted, and wants its own back.
-    long, short = _ask([2, 3], tokens=9), _ask([0, 1])
+    long, short = _ask([2, 3], text=0, tokens=9), _ask([0, 1])
     first = [long, short, _step(64), _step(64), _step(64), short, _step(64, kv="refuse"), _step(64, kv="preempt")]
     rest = [_ask([2 * index, 2 * index + 1]) for index in (2, 3, 4)]
     yield "crowd-held", _plan(10, *first, *rest, _run(), consumer={"cache": 2 * ROWS})
@@ -141,8 +141,8 @@ def _prefixes() -> Iterator[tuple[str, Plan]]:
 def _repeated() -> Iterator[tuple[str, Plan]]:
     """Items that occur again, and entries that are wanted while what read them is under way."""
     for n in (1, 3, 5, 6, 64):
-        for name, wanted in (("soon", [0, 0]), ("later", [0, 1, 2, 0])):
-            operations = [scenes.save([0, 1, 2]), _ask(wanted, tokens=2), _run(n)]
+        for name, wanted, text in (("soon", [0, 0], 0), ("later", [0, 1, 2, 0], 1)):
+            operations = [scenes.save([0, 1, 2]), _ask(wanted, text=text, tokens=2), _run(n)]
             yield f"again-{name}-{n}", _plan(3, *operations, consumer={"cache": 2 * ROWS})
         for late in (False, True):
             ahead = {"cache": 2 * ROWS, "asynchronous": True, "late": late}

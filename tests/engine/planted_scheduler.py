@@ -52,15 +52,10 @@ DEFECTS: dict[str, Planted] = {
         ("given-up-computing",),
     ),
     "EPD-LIFE-014": Planted(
-        "Rounds a step that ends before an item down to whole blocks.",
+        "Will not make a step of less than four tokens in front of an item.",
         SCHEDULER,
         "_try_schedule_encoder_inputs",
-        (
-            (
-                "num_new_tokens = start_pos - (\n                num_computed_tokens + shift_computed_tokens\n            )",
-                "num_new_tokens = (start_pos - num_computed_tokens) // 4 * 4",
-            ),
-        ),
+        (("if num_computed_tokens + shift_computed_tokens < start_pos:", "if num_computed_tokens + 3 < start_pos:"),),
         ("adjacent-loaded-3", "adjacent-encoded-5"),
     ),
     "EPD-LIFE-015": Planted(
@@ -102,7 +97,7 @@ DEFECTS: dict[str, Planted] = {
                 "        self.freed.append(mm_hash)",
             ),
         ),
-        ("stripped", "transfer-v1"),
+        ("adjacent-loaded-3", "stripped"),
     ),
     "EPD-LIFE-019": Planted(
         "Gives an item back at its first occurrence.",
@@ -118,7 +113,8 @@ DEFECTS: dict[str, Planted] = {
         (
             (
                 "request.num_in_flight_tokens += num_scheduled_token",
-                "request.num_in_flight_tokens += num_scheduled_token\n        self._free_encoder_inputs(request)",
+                "request.num_in_flight_tokens += num_scheduled_token\n"
+                "        if self.num_spec_tokens:\n            self._free_encoder_inputs(request)",
             ),
         ),
         ("drafts-64", "drafts-5"),
@@ -198,7 +194,7 @@ DEFECTS: dict[str, Planted] = {
                 "num_encoder_embeds = request.mm_features[input_id].mm_position.length",
             ),
         ),
-        ("sparse-64",),
+        ("sparse",),
     ),
 }
 
@@ -217,7 +213,8 @@ MENDED: dict[str, Planted] = {
         "free_encoder_input",
         (
             (
-                "request.mm_features[other_id].identifier == mm_hash\n        for other_id in self.request_cached_ids.get(req_id, ())",
+                "request.mm_features[other_id].identifier == mm_hash\n"
+                "        for other_id in self.request_cached_ids.get(req_id, ())",
                 "other.identifier == mm_hash for other in request.mm_features[input_id + 1 :]",
             ),
         ),
