@@ -355,6 +355,7 @@ def replay(
     boot: Annotated[str, typer.Option(help="fork (CPU only, fast) or plain (default: the run's)")] = "",
     seed: Annotated[int | None, typer.Option(help="draws the noise floor's prompts (default: the run's)")] = None,
     out: Annotated[Path | None, typer.Option(help="folder for evidence and logs (default: runs/…)")] = None,
+    profile: Annotated[str, typer.Option(help="of an engine plan alone: contract (default) or scheduler")] = "",
     repeat: Annotated[int, typer.Option(help="carry it out so often: is it flaky, or broken?")] = 1,
     restart: Annotated[bool, typer.Option("--restart", help="start the servers again before each repetition")] = False,
     memory_wait: WaitOption = 600.0,
@@ -369,7 +370,7 @@ def replay(
     def say(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
-    if (without_servers := replaying.read(plan)) is not None:
+    if (without_servers := replaying.read(plan, profile)) is not None:
         for option, value in (("device", device), ("model", model), ("dtype", dtype), ("boot", boot), ("out", out)):
             if value:
                 raise UsageError(f"{plan} is carried out without servers: leave out --{option}")
@@ -377,6 +378,8 @@ def replay(
         text = "\n".join(replaying.lines(without_servers, found))
         print(json.dumps(replaying.to_json(without_servers, found), indent=2) if as_json else text)
         raise typer.Exit(1 if replaying.failed(without_servers, found) else 0)
+    if profile:
+        raise UsageError(f"{plan} is no engine plan: leave out --profile")
     recorded = replays.read(plan)
     options = replace(recorded.options, out=out, memory_wait_s=memory_wait)
     if device and device != options.device:

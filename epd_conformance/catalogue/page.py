@@ -56,8 +56,8 @@ Everything that the suite asks, in numbered sentences. `epd-conformance list` pr
   nothing else.
 * **Layer**: the cheapest one that shows it. `contract`: the connector's objects in process. `scheduler`: vLLM's scheduler
   without a model. `live`: real servers behind a proxy. A requirement of the first two does not depend on how servers are
-  arranged: where others have topologies it has its layer's name. A live one that has `contract` beside its topologies is
-  asked there as well.
+  arranged: where others have topologies it has its layer's name. One of `contract` that plans show is asked in `scheduler` as
+  well; so is a live one in either that it has beside its topologies.
 * **Level of a run**: `core` (the path works and answers are equal) or `full` (everything).
 * **Needs**: features that a subject must declare; without them the requirement is listed as not verified.
 * **Only on**: environment classes, where not all of them can show it.

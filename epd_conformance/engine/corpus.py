@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from epd_conformance.engine import scenes
-from epd_conformance.engine.plan import DAMAGES, STORE_FAULTS, WINDOWS, ItemSpec, Plan, ServerSpec
+from epd_conformance.engine.plan import DAMAGES, SLOW, STORE_FAULTS, WINDOWS, ItemSpec, Plan, ServerSpec
 from epd_conformance.features import Feature
 
 PRODUCER, CONSUMER, BOTH = ServerSpec("ec_producer"), ServerSpec("ec_consumer"), ServerSpec("ec_both")
@@ -52,8 +52,8 @@ EXERCISES: dict[str, tuple[str, ...]] = {
     "EPD-LIFE-003": ("transfer-", "aborted-", "text-"),
     "EPD-LIFE-004": ("aborted-", "text-", "reference-never-saved"),
     "EPD-LIFE-005": ("transfer-", "text-"),
-    "EPD-LIFE-006": ("reference-", "miss"),
-    "EPD-LIFE-007": ("reference-never-saved", "reference-saved-late"),
+    "EPD-LIFE-006": ("store-slow", "reference-", "miss"),
+    "EPD-LIFE-007": ("store-slow", "reference-never-saved", "reference-saved-late"),
     "EPD-LIFE-008": ("chunks-",),
     "EPD-LIFE-009": ("transfer-", "aborted-"),
     "EPD-LIFE-010": ("transfer-", "shutdown-order"),
@@ -162,6 +162,11 @@ def _plans(features: frozenset[Feature]) -> Iterator[tuple[str, Plan]]:
         yield f"parameters-{number}", Plan(pair, items, (scenes.save([0]), *arrive, {"op": "run"}, scenes.run()))
     for fault in STORE_FAULTS:
         yield f"store-{fault}", Plan(pair, items, _operations([scenes.failing([0, 1], fault)]))
+    if Feature.ASYNC_TRANSFER in features:
+        # Whoever looks up in the background is not done in the first pass, and is before anybody's patience ends.
+        looks = [scenes.ask([0]), {"op": "step", "server": -1}, *20 * [{"op": "wait", "seconds": 0}], scenes.run()]
+        slow = [{"op": "store", "fault": SLOW}, *looks, {"op": "store"}]
+        yield "store-slow", Plan(pair, items, (scenes.save([0]), *slow))
     if probe:
         yield from _damages(features)
     if Feature.METADATA_ONLY in features:

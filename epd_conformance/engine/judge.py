@@ -489,7 +489,7 @@ class Judge:
         self.restarted(server, keeps)
 
     def _fault(self, server: str, fault: str) -> None:
-        self.store_broke(fault)
+        self.store_broke(fault if fault in _STORE_REQUIREMENT else "")
 
     def _watch(self, server: str, begins: bool) -> None:
         self._watching = begins

@@ -37,6 +37,8 @@ DAMAGES = (
     "cut-in-place",
 )
 STORE_FAULTS = ("full", "read-only", "removed")
+#: No fault: a store whose files take their time to open, as over a network.
+SLOW = "slow"
 #: Where in a step a damage may fall: between look-up and allocation, or between allocation and load.
 WINDOWS = ("alloc", "load")
 
@@ -225,9 +227,9 @@ def _check(operation: Mapping[str, Any]) -> None:
         )
     if name == "damage" and argument(operation, "how") not in DAMAGES:
         raise UsageError(f"no damage is called {operation.get('how')!r}: known are {', '.join(DAMAGES)}")
-    if name == "store" and argument(operation, "fault") not in ("", *STORE_FAULTS):
+    if name == "store" and argument(operation, "fault") not in ("", *STORE_FAULTS, SLOW):
         raise UsageError(
-            f"no fault of the store is called {operation.get('fault')!r}: known are {', '.join(STORE_FAULTS)}"
+            f"no fault of the store is called {operation.get('fault')!r}: known are {', '.join((*STORE_FAULTS, SLOW))}"
         )
     if name == "name" and argument(operation, "who") not in UNAVAILABLE:
         raise UsageError(f"nobody is called {operation.get('who')!r}: known are {', '.join(UNAVAILABLE)}")

@@ -24,7 +24,7 @@ from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.request import RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from epd_conformance.engine.core import StepOrder
+from epd_conformance.engine.core import StepOrder, check_statistics
 from epd_conformance.engine.events import EngineDied, describe
 from epd_conformance.engine.plan import ServerSpec
 from epd_conformance.engine.sides import Record, SchedulerSide
@@ -130,6 +130,7 @@ class _Heard:
     """The watched SCHEDULER object where vLLM's Scheduler sees it: what the engine asks of it and tells it is recorded too."""
 
     def __init__(self, side: SchedulerSide, record: Record) -> None:
+        self.reported: Any = None  # statistics of the workers, which the results hold that are being taken in
         self._side = side
         self._record = record
 
@@ -148,6 +149,12 @@ class _Heard:
     def update_state_after_free(self, request: Request, index: int) -> None:
         self._record(("consumed", request.request_id, index))
         self._side.update_state_after_free(request, index)
+
+    def get_ec_connector_stats(self) -> Any:
+        own = self._side.get_ec_connector_stats()
+        # Where they cannot be used vLLM's Scheduler raises, and it is not its fault. Adding up may change them.
+        check_statistics(self._side, copy.deepcopy(self.reported), copy.deepcopy(own))
+        return own
 
     def build_connector_meta(self, output: SchedulerOutput) -> Any:
         # It leads to the whole scheduler, which nobody could pickle, and is taken out before a worker gets the output.
@@ -229,6 +236,8 @@ class RealCore:
         return output
 
     def update_from_output(self, output: SchedulerOutput, result: ModelRunnerOutput) -> None:
+        reported = result.ec_connector_output
+        self.scheduler.ec_connector.reported = reported.ec_connector_stats if reported else None
         if self.scheduler.connector is not None:
             result.kv_connector_output = self.scheduler.connector.reported()
         self._guarded("update_from_output", self.scheduler.update_from_output, output, result)

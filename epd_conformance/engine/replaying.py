@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from epd_conformance.catalogue.model import IN_PROCESS
 from epd_conformance.engine.evidence import PlanEvidence
 from epd_conformance.engine.findings import Finding
 from epd_conformance.engine.hosted import LIMIT_S, Host
@@ -36,8 +37,13 @@ class Replayed:
     steps: int
 
 
-def read(path: Path) -> Recorded | None:
-    """What a file asks to carry out without servers; None where it is something else. Raises UsageError where it holds no plan."""
+def read(path: Path, layer: str = "") -> Recorded | None:
+    """What a file asks to carry out without servers; None where it is something else. Raises UsageError where it holds no plan.
+
+    `layer`: of a plan that has no cell around it; empty: `contract`.
+    """
+    if layer and layer not in IN_PROCESS:
+        raise UsageError(f"no profile {layer!r} without servers: use {' or '.join(IN_PROCESS)}")
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -45,7 +51,9 @@ def read(path: Path) -> Recorded | None:
     if not isinstance(data, dict) or data.get("schema") not in (PLAN_SCHEMA, CELL_SCHEMA):
         return None
     if data["schema"] == PLAN_SCHEMA:
-        return Recorded(Plan.from_json(data))
+        return Recorded(Plan.from_json(data), layer or Recorded.layer)
+    if layer:
+        raise UsageError(f"{path} says itself which profile it is of: leave out --profile")
     try:
         shrunk: PlanEvidence | None = read_cell(data)
         cell, layer = str(data["cell"]), str(data["layer"])

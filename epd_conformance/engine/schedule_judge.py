@@ -110,9 +110,10 @@ class Server:
     """What is known of one server.
 
     `cache`: what is in its encoder cache, by key; `ghosts`: listed there, and neither encoded nor loaded; `lost`: keys that a step
-    was scheduled for without their rows; `preempted_with`: key -> the request that took room for it and was preempted in the same
-    pass; `made_to_name`, `given_up`: requests named as unavailable that have ended, or had not; `used`: blocks of the KV cache that
-    are taken; `consumed`: what was released since results were last taken in; `ways`: what passes have shown so far.
+    was scheduled for without their rows; `made_to_name`, `given_up`: requests named as unavailable that have ended, or had not;
+    `used`: blocks of the KV cache that are taken; `kept`: the EC connector asked to keep some, for good; `consumed`: what was
+    released since results were last taken in; `preempted_with`: key -> the request that took room for it and was preempted in the
+    same pass; `still`: passes in a row without progress; `ways`: what passes have shown so far.
     """
 
     spec: ServerSpec
@@ -123,6 +124,7 @@ class Server:
     made_to_name: set[str] = field(default_factory=set)
     given_up: set[str] = field(default_factory=set)
     used: int = 0
+    kept: bool = False
     now: Pass = field(default_factory=Pass)
     consumed: list[tuple[str, int]] = field(default_factory=list)
     preempted_with: dict[str, str] = field(default_factory=dict)
@@ -162,6 +164,8 @@ class ScheduleJudge:
         return True
 
     def _stands(self, server: str, state: Server, request_id: str) -> None:
+        if state.kept:
+            return  # nobody knows what would go on if the connector had not asked for it
         request = state.requests[request_id]
         live = [other for other in state.requests.values() if not other.over]
         # Once several stand they are ended one by one, and the last one stands for what the first ones did.
@@ -561,6 +565,7 @@ class ScheduleJudge:
         request = state.requests.get(request_id)
         if request is None:
             return
+        state.kept = state.kept or (problem is not None and problem[0] == "EPD-LIFE-003")
         if request_id in state.made_to_name:
             expected = f"{request_id} has ended, and nothing is done when the connector names it"
             self._found("EPD-ERR-011", "an ended request ended again", expected, f"request_finished, {status}", server)
@@ -579,7 +584,7 @@ class ScheduleJudge:
             self._exercised["EPD-LIFE-015"] += 1
 
     def _idle(self, server: str, state: Server, seconds: float, pending: bool) -> None:
-        if state.given_up and state.spec.kv_connector:
+        if state.given_up and state.spec.kv_connector and not state.kept:
             self._exercised["EPD-KV-010"] += 1
             if state.used:
                 expected = "an idle server holds no block of the KV cache, whoever was given up"

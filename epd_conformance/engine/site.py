@@ -11,18 +11,23 @@ import ctypes
 import os
 import resource
 import shutil
+import sys
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from epd_conformance.engine.events import Event
-from epd_conformance.engine.plan import Plan
+from epd_conformance.engine.plan import SLOW, Plan
 from epd_conformance.probe import Rows, StoreProbe
 from epd_conformance.subject import StackInfo, Subject
 
 #: Smaller than any object with its header, so that none can be written whole.
 FULL_AT_BYTES = 256
+
+#: How long a file of a slow store takes to open: longer than a connector lets a scheduling pass wait, which is some milliseconds.
+SLOW_S = 0.01
 
 _CAP_DAC_OVERRIDE = 1  # linux/capability.h: root may write what its mode forbids
 _CAPABILITY_VERSION_3 = 0x20080522
@@ -204,6 +209,8 @@ def break_process(fault: str) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (FULL_AT_BYTES, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
     elif fault == "read-only":
         _override(False)
+    elif fault == SLOW:
+        _Opening.slow(True)
 
 
 def mend_process(fault: str) -> None:
@@ -213,6 +220,27 @@ def mend_process(fault: str) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
     elif fault == "read-only":
         _override(True)
+    elif fault == SLOW:
+        _Opening.slow(False)
+
+
+class _Opening:
+    """Hears of every file that Python opens in this process, in any thread. An audit hook stays for good."""
+
+    hooked = False
+    is_slow = False
+
+    @classmethod
+    def slow(cls, slow: bool) -> None:
+        cls.is_slow = slow
+        if not cls.hooked:
+            sys.addaudithook(cls._heard)
+            cls.hooked = True
+
+    @classmethod
+    def _heard(cls, event: str, arguments: tuple[Any, ...]) -> None:
+        if cls.is_slow and event == "open" and "/stack/store/" in str(arguments[0]):
+            time.sleep(SLOW_S)
 
 
 def _override(may: bool) -> None:
