@@ -62,6 +62,8 @@ class MadeHost:
             return {"writers": arguments["writers"], "bad": [], "saves": 9, "loads": 9, "misses": 0}
         if function.endswith(":growth"):
             return {"cycles": 80, "objects": [5, 5], "open files": [3, 3]}
+        if function.endswith(":identities"):
+            return {"configurations": ["a", "b"], "identifiers": [["k", "l"], ["k", "l"]], "hashes": ["h", "h"]}
         return {"saved": True, "answer": False}
 
 
@@ -110,6 +112,7 @@ def test_vllms_scheduler_is_a_layer_of_its_own(fake_run: Call, monkeypatch: pyte
     cell = ended.cells["EPD-XFER-011[scheduler/tiny-qwen2.5-vl/plans]"]
     assert (cell["verdict"], cell["rung"]) == ("fail", "scheduler")
     assert {cell["topology"] for cell in ended.cells.values()} == {"scheduler"}
+    assert ended.verdicts["EPD-KEY-015[scheduler/tiny-qwen2.5-vl/identities]"] == "pass"
     assert verify(out).ok
     path = out / "engine" / "scheduler.ndjson"
     path.write_text(
