@@ -101,6 +101,7 @@ class ReferenceSubject(Subject):
             Feature.MULTI_CONSUMER,
             Feature.PERSISTENT_STORE,
             Feature.STORE_PROBE,
+            Feature.FILE_STORE,
             Feature.ASYNC_TRANSFER,
             Feature.STATS,
         }
@@ -140,6 +141,7 @@ class VllmExampleSubject(Subject):
             Feature.MULTI_CONSUMER,
             Feature.PERSISTENT_STORE,
             Feature.STORE_PROBE,
+            Feature.FILE_STORE,
         }
     )
 

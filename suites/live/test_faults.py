@@ -45,23 +45,68 @@ def hostile(prefix: str) -> Callable[[Draw], Plan]:
     return build
 
 
+def cases(*faults: str) -> tuple[Case, ...]:
+    """One case for each kind of damage that the victim must survive or fail of alone."""
+    return tuple(Case(fault, "contained", damaged(fault)) for fault in faults)
+
+
 @requirement("EPD-ERR-001", Case("deleted", "recomputed", damaged("deleted")))
 def test_a_deleted_object_is_encoded_again(cell: CellUnderTest) -> None:
     cell.check()
 
 
-@requirement("EPD-INTEG-001", Case("truncated", "contained", damaged("truncated")))
+@requirement("EPD-INTEG-001", *cases("truncated", "last-byte-missing", "header-only"))
 def test_a_truncated_object_harms_nobody_else(cell: CellUnderTest) -> None:
     cell.check()
 
 
-@requirement("EPD-INTEG-002", Case("replaced", "contained", damaged("replaced")))
+@requirement("EPD-INTEG-002", *cases("replaced"))
 def test_another_items_object_is_not_taken(cell: CellUnderTest) -> None:
     cell.check()
 
 
-@requirement("EPD-INTEG-003", Case("one-row", "contained", damaged("one-row")))
+@requirement("EPD-INTEG-003", *cases("one-row"))
 def test_one_row_is_not_spread_over_all(cell: CellUnderTest) -> None:
+    cell.check()
+
+
+@requirement("EPD-INTEG-004", *cases("rows-missing", "no-rows"))
+def test_missing_rows_end_no_server(cell: CellUnderTest) -> None:
+    cell.check()
+
+
+@requirement("EPD-INTEG-005", *cases("rows-added"))
+def test_more_rows_than_places_are_not_cut_off(cell: CellUnderTest) -> None:
+    cell.check()
+
+
+@requirement("EPD-INTEG-006", *cases("width", "width-one"))
+def test_rows_of_another_width_are_not_merged(cell: CellUnderTest) -> None:
+    cell.check()
+
+
+@requirement("EPD-INTEG-007", *cases("dtype", "half", "eight-bit"))
+def test_rows_of_another_dtype_are_not_cast(cell: CellUnderTest) -> None:
+    cell.check()
+
+
+@requirement("EPD-INTEG-009", *cases("flipped-bit", "not-a-number"))
+def test_damage_that_no_shape_shows_is_found(cell: CellUnderTest) -> None:
+    cell.check()
+
+
+@requirement("EPD-INTEG-010", *cases("zero-tail"))
+def test_zeros_are_not_taken_for_rows(cell: CellUnderTest) -> None:
+    cell.check()
+
+
+@requirement("EPD-INTEG-011", *cases("empty", "garbage"))
+def test_what_is_no_object_harms_nobody(cell: CellUnderTest) -> None:
+    cell.check()
+
+
+@requirement("EPD-INTEG-013", *cases("folder"))
+def test_an_object_that_cannot_be_opened_harms_nobody(cell: CellUnderTest) -> None:
     cell.check()
 
 
