@@ -28,7 +28,7 @@ from epd_conformance.faults.store import FAULTS
 from epd_conformance.live import http
 from epd_conformance.plans.plan import Request
 from epd_conformance.probe import StoreProbe
-from epd_conformance.proxy.media import extract_items, primer_body
+from epd_conformance.proxy.media import extract_items, item_metadata, primer_body, with_metadata
 from epd_conformance.topology import claims
 from epd_conformance.topology.spec import Role
 from epd_conformance.topology.stack import Stack
@@ -77,19 +77,19 @@ def damaged(runner: Runner) -> None:
     donor = _key(runner, runner.answers[0].request_id)
 
     rid = uuid.uuid4().hex
-    key = _primed(runner, twin, rid, outcome)
+    key, said = _primed(runner, twin, rid, outcome)
     if means is not None and key is not None:
         with _noting(outcome):
             _await_object(means.probe, key)
             means.fault.rehearse(means.probe, key)
             _await_object(means.probe, key)
             outcome["rehearsed"] = True
-    runner.send(runner.stage.bypass, twin, rid=rid)
+    runner.send(runner.stage.bypass, twin, rid=rid, overrides=_short(runner, twin, said))
 
     rid = uuid.uuid4().hex
-    key = _primed(runner, victim, rid, outcome)
+    key, said = _primed(runner, victim, rid, outcome)
     with _done_to(means, key, donor, outcome):
-        runner.send(runner.stage.bypass, victim, rid=rid)
+        runner.send(runner.stage.bypass, victim, rid=rid, overrides=_short(runner, victim, said))
         # Before it is healed: whoever has to live must do so with the damage still there.
         runner.facts["health"] = _health(stack)
     runner.send(stack.base_url, fresh)
@@ -159,31 +159,41 @@ def _await_object(probe: StoreProbe, key: str) -> None:
         raise StackError(f"the store has no object under {key}, {PUBLISHED_S:g} s after it was written")
 
 
-def _primed(runner: Runner, request: Request, rid: str, outcome: dict[str, Any]) -> str | None:
-    """Have an encode server save the request's item, as the proxy does; the key under which it did."""
-    status = _prime(runner.stack, request, rid, runner.salt(request, rid))
+def _primed(runner: Runner, request: Request, rid: str, outcome: dict[str, Any]) -> tuple[str | None, dict[str, Any]]:
+    """Have an encode server save the request's item, as the proxy does; the key under which it did, and what it said."""
+    status, said = _prime(runner.stack, request, rid, runner.salt(request, rid))
     key = _key(runner, f"{rid}-e0")
     with _noting(outcome):
         if status != 200:
             raise StackError(f"the primer of {request.label!r} was answered with {status}")
         if key is None:
             raise StackError("no encode server's journal shows under which key it saved the item")
-    return key
+    return key, said
 
 
-def _prime(stack: Stack, request: Request, rid: str, salt: str | None) -> int:
-    """Send an encode server the request's first item; returns the status, 0 where no answer came."""
+def _short(runner: Runner, request: Request, said: dict[str, Any]) -> dict[str, Any]:
+    """What replaces the media of a request, where the plan sends metadata only."""
+    if not runner.plan.metadata_only:
+        return {}
+    body = request.body(runner.stack.served_name)
+    items = extract_items(body)
+    return {"messages": with_metadata(body, items, item_metadata(said, items))["messages"]}
+
+
+def _prime(stack: Stack, request: Request, rid: str, salt: str | None) -> tuple[int, dict[str, Any]]:
+    """Send an encode server the request's first item; returns the status, 0 where no answer came, and `ec_transfer_params`."""
     encode = stack.of(Role.ENCODE)
     if not encode:
-        return 0
+        return 0, {}
     body = request.body(stack.served_name, salt)
     primer = primer_body(body, extract_items(body)[0])
     try:
         # The id of the leg that the proxy would have sent.
         headers = {"X-Request-Id": f"{rid}-e0"}
-        return http.post(f"{encode[0].url}/v1/chat/completions", json=primer, headers=headers, timeout=60).status_code
+        answer = http.post(f"{encode[0].url}/v1/chat/completions", json=primer, headers=headers, timeout=60)
+        return answer.status_code, answer.json().get("ec_transfer_params") or {}
     except requests.RequestException:
-        return 0
+        return 0, {}
 
 
 def _key(runner: Runner, rid: str) -> str | None:

@@ -169,12 +169,14 @@ class Plan:
 
     Each contrast is another content (or order) that the case must tell apart from the request of the same index modulo the
     number of requests: where the baseline answers both alike, the case has no power. `fault` is the kind of damage that is
-    done to the stored object of the victim's item, the third request's (`faults.store.FAULTS`).
+    done to the stored object of the victim's item, the third request's (`faults.store.FAULTS`). `metadata_only`: twin and
+    victim reach the consumer with what the encode server said about their items in place of the media.
     """
 
     requests: tuple[Request, ...]
     contrasts: tuple[Request, ...] = ()
     fault: str | None = None
+    metadata_only: bool = False
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -182,6 +184,7 @@ class Plan:
             "requests": [request.to_json() for request in self.requests],
             "contrasts": [request.to_json() for request in self.contrasts],
             "fault": self.fault,
+            "metadata_only": self.metadata_only,
         }
 
     @classmethod
@@ -192,6 +195,7 @@ class Plan:
             tuple(Request.from_json(request) for request in data["requests"]),
             tuple(Request.from_json(request) for request in data["contrasts"]),
             data["fault"],
+            data["metadata_only"],
         )
 
 

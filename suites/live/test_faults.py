@@ -7,22 +7,28 @@ from dataclasses import replace
 
 from epd_conformance.live.case import Case, requirement
 from epd_conformance.live.faulting import OUTSIDE
-from epd_conformance.plans.plan import Draw, Plan, Request, replace_images
+from epd_conformance.plans.plan import Draw, Image, Plan, Request, replace_images
 from epd_conformance.pytest_plugin import CellUnderTest
 
 
-def damaged(fault: str) -> Callable[[Draw], Plan]:
+def damaged(fault: str, *, metadata_only: bool = False) -> Callable[[Draw], Plan]:
     """A first item, a twin that nothing happens to, the victim, and a fresh item afterwards: each one image of one size."""
 
     def build(draw: Draw) -> Plan:
-        requests = tuple(draw.request(label, draw.image()) for label in ("first", "twin", "victim", "fresh"))
+        def image() -> Image:
+            # Without media nothing but the client's own name says which item it is.
+            return (
+                replace(draw.image(), uuid=f"epd-conformance-{draw.number():012x}") if metadata_only else draw.image()
+            )
+
+        requests = tuple(draw.request(label, image()) for label in ("first", "twin", "victim", "fresh"))
         # The victim's contrast has the first image: that is what it would show if the first object took its place.
         others = [draw.image().spec, draw.image().spec, requests[0].images[0], draw.image().spec]
         contrasts = tuple(
             replace_images(request, [replace(draw.image(), spec=spec)], f"{request.label}, other content")
             for request, spec in zip(requests, others, strict=True)
         )
-        return Plan(requests, contrasts, fault)
+        return Plan(requests, contrasts, fault, metadata_only)
 
     return build
 
@@ -45,13 +51,27 @@ def hostile(prefix: str) -> Callable[[Draw], Plan]:
     return build
 
 
-def cases(*faults: str) -> tuple[Case, ...]:
+def cases(*faults: str, metadata_only: bool = False) -> tuple[Case, ...]:
     """One case for each kind of damage that the victim must survive or fail of alone."""
-    return tuple(Case(fault, "contained", damaged(fault)) for fault in faults)
+    return tuple(Case(fault, "contained", damaged(fault, metadata_only=metadata_only)) for fault in faults)
 
 
 @requirement("EPD-ERR-001", Case("deleted", "recomputed", damaged("deleted")))
 def test_a_deleted_object_is_encoded_again(cell: CellUnderTest) -> None:
+    cell.check()
+
+
+@requirement("EPD-ERR-002", *cases("deleted", metadata_only=True))
+def test_a_lost_object_without_media_fails_one_request(cell: CellUnderTest) -> None:
+    cell.check()
+
+
+@requirement(
+    "EPD-ERR-013",
+    *cases("truncated", "garbage", "replaced", "one-row", "rows-missing", "width-one", "dtype", "flipped-bit", "zero-tail",
+           metadata_only=True),
+)  # fmt: skip
+def test_a_damaged_object_without_media_fails_one_request(cell: CellUnderTest) -> None:
     cell.check()
 
 
