@@ -354,6 +354,9 @@ class Runner:
     def _contained(self) -> None:
         faulting.damaged(self)
 
+    def _fails_alone(self) -> None:
+        faulting.damaged(self)
+
     def _confined(self) -> None:
         faulting.confined(self)
 

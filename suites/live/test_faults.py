@@ -52,8 +52,9 @@ def hostile(prefix: str) -> Callable[[Draw], Plan]:
 
 
 def cases(*faults: str, metadata_only: bool = False) -> tuple[Case, ...]:
-    """One case for each kind of damage that the victim must survive or fail of alone."""
-    return tuple(Case(fault, "contained", damaged(fault, metadata_only=metadata_only)) for fault in faults)
+    """One case for each kind of damage that the victim must survive or fail of alone, or without media fail of alone."""
+    judge = "fails-alone" if metadata_only else "contained"
+    return tuple(Case(fault, judge, damaged(fault, metadata_only=metadata_only)) for fault in faults)
 
 
 @requirement("EPD-ERR-001", Case("deleted", "recomputed", damaged("deleted")))

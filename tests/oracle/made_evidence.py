@@ -99,7 +99,7 @@ class Story:
                 "offset": FIRST + STRIDE * index,
                 "length": ROWS,
                 "embeds": ROWS,
-                "media": True,
+                "data": ["image_grid_thw", "pixel_values"],
             }
             for index, (image, uuid) in enumerate(zip(request.images, request.uuids, strict=True))
         ]
@@ -140,11 +140,16 @@ class Story:
 
     def consume(self, request: Request, rid: str, leg: str, primed: bool) -> None:
         server, items = self.consumer, self.items(request)
+        if self.plan.metadata_only and request.label in ("twin", "victim"):
+            items = [{**item, "data": ["image_grid_thw"]} for item in items]
         req = f"chatcmpl-{rid}{leg}-00abcdef"
         self.write(server, "scheduler", "request", req=req, items=items, prompt=self.prompt)
         missing = list(dict.fromkeys(item["id"] for item in items if item["id"] not in self.held))
         for key in missing:
             self.write(server, "scheduler", "lookup", req=req, id=key, found=primed)
+        if self.plan.metadata_only and not primed:
+            self.write(server, "scheduler", "unavailable", reqs=[req])
+            return
         self.step(server, req, () if primed else missing)
         for key in missing:
             event = "load" if primed else "save" if server in self.roles.both else "encoded"
@@ -182,6 +187,9 @@ class Story:
             self.prime(request, rid)
         leg = "" if direct else "-p" if self.roles.decode else "-d"
         self.consume(request, rid, leg, primed and not lost)
+        if self.plan.metadata_only and lost:
+            self.answers.append(Answer(request.label, rid, 500, error="refused", started=started, seconds=0.01))
+            return
         if self.roles.decode:
             self.decode(request, rid)
         self.answers.append(
@@ -258,10 +266,10 @@ def _plan(judge: str, images: int) -> Plan:
         return Plan((draw.request("twice", drawn[0], drawn[0]),))
     if judge == "constructed":
         return Plan(())
-    if judge in ("recomputed", "contained"):
+    if judge in ("recomputed", "contained", "fails-alone"):
         four = tuple(draw.request(label, draw.image()) for label in ("first", "twin", "victim", "fresh"))
         others = tuple(replace_images(request, [draw.image()], f"{request.label}, other") for request in four)
-        return Plan(four, others, "deleted" if judge == "recomputed" else "truncated")
+        return Plan(four, others, "deleted" if judge == "recomputed" else "truncated", judge == "fails-alone")
     if judge == "confined":
         uuids = {"harmless": "harmless-1", "baited": "../outside-2", "hostile": "../outside-3"}
         return Plan(tuple(draw.request(label, replace(draw.image(), uuid=uuid)) for label, uuid in uuids.items()))
@@ -302,7 +310,7 @@ def passing(judge: str, topology: str = "", *, images: int = 2, prompt: int = PR
         story.send(second, direct=True)
     elif judge == "miss":
         story.send(story.plan.requests[0], primed=False, direct=topology == "e-pd")
-    elif judge in ("recomputed", "contained"):
+    elif judge in ("recomputed", "contained", "fails-alone"):
         story.damaged()
     elif judge == "confined":
         story.confined()
@@ -394,6 +402,7 @@ NOTICED: dict[str, tuple[str, ...]] = {
     "encode-only": (),
     "both": ("id", "digest", "removed", "encode", "status"),
     "recomputed": ("id", "digest", "removed", "encode", "status", "refused", "kv"),
+    "fails-alone": ("id", "digest", "removed", "encode", "status", "refused", "kv"),
     "contained": ("id", "digest", "removed", "encode", "status", "refused", "kv"),
     "confined": ("digest", "removed", "encode", "status", "refused"),
 }
@@ -402,6 +411,7 @@ NOTICED: dict[str, tuple[str, ...]] = {
 MAY: dict[str, dict[str, tuple[str, ...]]] = {
     "recomputed": {"victim": ("digest", "encode")},
     "contained": {"victim": ("digest", "encode", "refused")},
+    "fails-alone": {"victim": ("digest", "encode", "refused", "id", "kv", "removed")},
     "confined": dict.fromkeys(("baited", "hostile"), ("digest", "removed", "encode", "status", "refused")),
 }
 

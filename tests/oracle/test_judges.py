@@ -323,7 +323,7 @@ def wrong_form(cell: CellEvidence) -> CellEvidence:
     return edited(cell, {"dtype": "bfloat16"}, **first_load(cell))
 
 
-ALL_EXACT = ("equality", "text-only", "warm", "miss", "both", "recomputed", "contained")
+ALL_EXACT = ("equality", "text-only", "warm", "miss", "both", "recomputed", "contained", "fails-alone")
 
 # (judge, topology, what is spoilt, verdict, reason, rung, whom it points at besides the owner)
 NEGATIVE: list[tuple[str, str, Spoil, Verdict, str, str | None, Owner | None]] = [
@@ -590,7 +590,7 @@ NEGATIVE: list[tuple[str, str, Spoil, Verdict, str, str | None, Owner | None]] =
     ("both", "aggregated", lambda c: without(c, ev="load"), Verdict.INCONCLUSIVE, "not-loaded", None, None),
     *[(name, "", lambda c: with_answer(c, status=500), Verdict.FAIL, "request-failed", "status", None)
       for name in JUDGES
-      if name not in ("stage-error", "constructed", "encode-only", "recomputed", "contained", "confined")],
+      if name not in ("stage-error", "constructed", "encode-only", "recomputed", "contained", "fails-alone", "confined")],
     *[(name, "", contrast_alike, Verdict.INCONCLUSIVE, "no power", None, None) for name in ALL_EXACT],
     *[(name, "", contrast_failed, Verdict.ERROR, "no-contrast", None, None) for name in ALL_EXACT],
     *[(name, "", contrast_never_asked, Verdict.ERROR, "no-contrast", None, None) for name in ALL_EXACT],
