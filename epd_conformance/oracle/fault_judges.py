@@ -21,6 +21,7 @@ from epd_conformance.oracle.rungs import (
     no_power,
     passed,
     unproven,
+    worst,
     wrong_digest,
     wrong_tokens,
 )
@@ -29,8 +30,6 @@ from epd_conformance.report.schema import Evidence, FaultRecord
 from epd_conformance.verdict import Verdict
 
 FIRST, TWIN, VICTIM, FRESH = range(4)
-# Primed by hand, and sent later than their primers.
-PRIMED = (TWIN, VICTIM)
 
 
 def recomputed(cell: CellEvidence) -> Judgement:
@@ -64,7 +63,7 @@ def _damaged(cell: CellEvidence, may_fail: bool, references: bool = False) -> Ju
             or wrong_tokens(cell, VICTIM, victim.digests_equal, None)
         )
     twin, nothing_done = _twin(cell, proofs), _unproven_fault(cell)
-    found = _worst(
+    found = worst(
         _taken(cell, victim),
         wrong,
         went_on(cell),
@@ -86,7 +85,7 @@ def _damaged(cell: CellEvidence, may_fail: bool, references: bool = False) -> Ju
 
 def _media_sent(cell: CellEvidence) -> Judgement | None:
     """Twin and victim reached the consumer with less than an encode server got of the same item."""
-    for index in PRIMED:
+    for index in sorted(cell.plan.primed):
         rid = cell.answers[index].request_id
         encode = _fields(cell, cell.roles.encode, rid, ("e0",))
         consumer = _fields(cell, cell.roles.consumers, rid, ("d", "p", ""))
@@ -108,12 +107,6 @@ def _fields(cell: CellEvidence, servers: Set[str], rid: str, legs: Collection[st
         for item in event["items"]
         for name in item["data"]
     }
-
-
-def _worst(*steps: Judgement | None) -> Judgement | None:
-    """The first failure, else the first that keeps the cell from a pass: what is proven wrong stands, whatever is open."""
-    found = [step for step in steps if step is not None]
-    return first_of(*(step for step in found if step.verdict is Verdict.FAIL), *found)
 
 
 def _counted(cell: CellEvidence, proofs: Sequence[Transport], kvs: Sequence[KVTransfer | None]) -> Evidence:
@@ -346,7 +339,7 @@ def confined(cell: CellEvidence) -> Judgement:
             )
     plain = _path_of(cell, proofs[PLAIN])
     # A file store that does not name its files by the uuid leaves no pattern to make a bait after; nothing to read, then.
-    found = _worst(wrote, invented, went_on(cell), plain, unseen)
+    found = worst(wrote, invented, went_on(cell), plain, unseen)
     statuses = [cell.answers[index].status for index in (BAITED, HOSTILE)]
     verdict = found or passed(
         "nothing outside the store is read or written",

@@ -6,7 +6,7 @@ import json
 from collections import Counter
 from dataclasses import replace
 
-from epd_conformance.oracle import fault_judges
+from epd_conformance.oracle import fault_judges, script_judges
 from epd_conformance.oracle.cell import CellEvidence, Judge, Judgement
 from epd_conformance.oracle.rungs import (
     bad_status,
@@ -507,6 +507,7 @@ JUDGES: dict[str, Judge] = {
     "both": both,
     "recomputed": fault_judges.recomputed,
     "fails-alone": fault_judges.fails_alone,
+    "scripted": script_judges.scripted,
     "contained": fault_judges.contained,
     "confined": fault_judges.confined,
 }
