@@ -201,6 +201,7 @@ _NEEDS: dict[str, tuple[Need, ...]] = {
     "miss": (Need.SERVERS,),
     "both": (Need.RESET, Need.JOURNAL),
     "recomputed": (Need.SERVERS, Need.STORE, Need.JOURNAL),
+    "fails-alone": (Need.SERVERS, Need.STORE, Need.JOURNAL),
     "contained": (Need.SERVERS, Need.STORE, Need.JOURNAL),
 }
 

@@ -21,6 +21,7 @@ class Feature(StrEnum):
     MULTI_CONSUMER = "multi_consumer"
     PERSISTENT_STORE = "persistent_store"
     STORE_PROBE = "store_probe"
+    FILE_STORE = "file_store"
     LORA = "lora"
     STATS = "stats"
 
@@ -51,6 +52,9 @@ DESCRIPTIONS: dict[Feature, str] = {
     ),
     Feature.STORE_PROBE: (
         "The subject gives a probe (keys, read, write, delete) that reaches its store without the connector."
+    ),
+    Feature.FILE_STORE: (
+        "Every stored object is one file that the harness can reach, and the subject's probe names it (`file`)."
     ),
     Feature.LORA: (
         "Requests with LoRA adapters on the vision tower or its projector are kept apart, answered rightly."

@@ -61,6 +61,7 @@ def features(
     """
     found = {
         Feature.STORE_PROBE: _store_probe(Feature.STORE_PROBE in declared, probe),
+        Feature.FILE_STORE: _file_store(Feature.FILE_STORE in declared, probe),
         Feature.ASYNC_TRANSFER: _async_transfer(Feature.ASYNC_TRANSFER in declared, hooks, deferred),
         Feature.STATS: _stats(Feature.STATS in declared, hooks),
     }
@@ -89,6 +90,27 @@ def _store_probe(declared: bool, probe: object) -> FeatureFinding:
         )
     return FeatureFinding(
         feature, State.NOT_PROBED, "not declared, and no probe is given", "give a probe: the store faults need one"
+    )
+
+
+def _file_store(declared: bool, probe: object) -> FeatureFinding:
+    feature = Feature.FILE_STORE
+    names = isinstance(probe, StoreProbe) and type(probe).file is not StoreProbe.file
+    if names == declared:
+        words = "declared, and the probe names the files" if declared else "not declared, and the probe names no file"
+        return FeatureFinding(feature, State.OK if declared else State.NOT_PROBED, words)
+    if names:
+        return FeatureFinding(
+            feature,
+            State.WARN,
+            "the probe has a `file` of its own, and the feature is not declared",
+            f"declare {feature}",
+        )
+    return FeatureFinding(
+        feature,
+        State.FAIL,
+        "declared, and no probe with a `file` of its own is given",
+        "override StoreProbe.file, or take the feature back",
     )
 
 

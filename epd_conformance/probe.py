@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,10 @@ class StoreProbe(ABC):
     @abstractmethod
     def delete(self, key: str) -> None:
         """Remove the object under a key; nothing happens where there is none."""
+
+    def file(self, key: str) -> Path | None:
+        """The file that holds the object under a key, whether there is one or not; needed for the feature `file_store`."""
+        return None
 
     @abstractmethod
     def unseal(self, data: bytes) -> Rows:

@@ -97,10 +97,12 @@ class ReferenceSubject(Subject):
         {
             Feature.KV_DISAGGREGATION,
             Feature.EC_BOTH,
+            Feature.METADATA_ONLY,
             Feature.MULTI_PRODUCER,
             Feature.MULTI_CONSUMER,
             Feature.PERSISTENT_STORE,
             Feature.STORE_PROBE,
+            Feature.FILE_STORE,
             Feature.ASYNC_TRANSFER,
             Feature.STATS,
         }
@@ -140,6 +142,7 @@ class VllmExampleSubject(Subject):
             Feature.MULTI_CONSUMER,
             Feature.PERSISTENT_STORE,
             Feature.STORE_PROBE,
+            Feature.FILE_STORE,
         }
     )
 

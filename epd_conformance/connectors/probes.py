@@ -31,14 +31,14 @@ class VerifiedStoreProbe(StoreProbe):
 
     def read(self, key: str) -> bytes | None:
         with contextlib.suppress(FileNotFoundError):
-            return self._path(key).read_bytes()
+            return self.file(key).read_bytes()
         return None
 
     def write(self, key: str, data: bytes) -> None:
         object_format.publish(self._root, key, data)
 
     def delete(self, key: str) -> None:
-        self._path(key).unlink(missing_ok=True)
+        self.file(key).unlink(missing_ok=True)
 
     def unseal(self, data: bytes) -> Rows:
         header, payload = object_format.unpack(data)
@@ -49,7 +49,7 @@ class VerifiedStoreProbe(StoreProbe):
         header = replace(header, rows=rows.rows, width=rows.width, dtype=rows.dtype)
         return object_format.repack(header, rows.data)
 
-    def _path(self, key: str) -> Path:
+    def file(self, key: str) -> Path:
         return self._root / object_format.object_name(key)
 
 
@@ -66,11 +66,11 @@ class ExampleStoreProbe(StoreProbe):
 
     def read(self, key: str) -> bytes | None:
         with contextlib.suppress(FileNotFoundError):
-            return self._path(key).read_bytes()
+            return self.file(key).read_bytes()
         return None
 
     def write(self, key: str, data: bytes) -> None:
-        path = self._path(key)
+        path = self.file(key)
         path.parent.mkdir(parents=True, exist_ok=True)
         # As the connector's own writer does: a reader never meets half of what was not meant to be half.
         temporary = path.with_suffix(".writing")
@@ -79,7 +79,7 @@ class ExampleStoreProbe(StoreProbe):
 
     def delete(self, key: str) -> None:
         with contextlib.suppress(FileNotFoundError):
-            shutil.rmtree(self._path(key).parent)
+            shutil.rmtree(self.file(key).parent)
 
     def unseal(self, data: bytes) -> Rows:
         length = int.from_bytes(data[:8], "little")
@@ -98,7 +98,7 @@ class ExampleStoreProbe(StoreProbe):
         text += b" " * (-len(text) % 8)
         return len(text).to_bytes(8, "little") + text + rows.data
 
-    def _path(self, key: str) -> Path:
+    def file(self, key: str) -> Path:
         """Raises ValueError for a key that leads out of the store, or to all of it: `delete` removes a folder."""
         folder = Path(os.path.normpath(self._root / key))
         if not folder.is_relative_to(self._root) or folder == self._root:

@@ -57,7 +57,8 @@ def _items(features: Iterable[Any]) -> list[dict[str, Any]]:
             "offset": feature.mm_position.offset,
             "length": feature.mm_position.length,
             "embeds": feature.mm_position.get_num_embeds(),
-            "media": feature.data is not None,
+            # Without the media only what sizes the placeholder is there.
+            "data": sorted(name for name, value in (feature.data or {}).items() if value.data is not None),
         }
         for feature in features
     ]

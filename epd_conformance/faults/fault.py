@@ -9,7 +9,7 @@ import hashlib
 import time
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 from epd_conformance.errors import StackError
 from epd_conformance.probe import StoreProbe
@@ -61,7 +61,7 @@ class Receipt:
 class Fault(ABC):
     """One kind of damage to one stored object. A subject may give its own way to do a kind (`Subject.faults`)."""
 
-    kind: ClassVar[str]
+    kind: str
 
     def rehearse(self, probe: StoreProbe, key: str) -> None:
         """Do to the twin's object all that `inject` does, but no damage: it must still be loaded afterwards.

@@ -7,7 +7,7 @@ copied into the run's folder line by line as they are read, so that what was jud
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -280,6 +280,10 @@ class AttachedSite(AnySite):
         stacks = [self._attach(spec) for spec in specs]
         self.stacks.extend(stacks)
         return list(stacks)
+
+    def restart(self, stack: Stack, servers: Sequence[Server]) -> None:
+        """Raises StackError: what the harness did not start it does not end."""
+        raise StackError("the servers are not the harness's own: they are not restarted")
 
     def start_bypass(self, stack: Stack) -> str:
         """As of any site; no address where only somebody's proxy is known."""

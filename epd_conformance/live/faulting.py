@@ -28,7 +28,7 @@ from epd_conformance.faults.store import FAULTS
 from epd_conformance.live import http
 from epd_conformance.plans.plan import Request
 from epd_conformance.probe import StoreProbe
-from epd_conformance.proxy.media import extract_items, primer_body
+from epd_conformance.proxy.media import extract_items, item_metadata, primer_body, with_metadata
 from epd_conformance.topology import claims
 from epd_conformance.topology.spec import Role
 from epd_conformance.topology.stack import Stack
@@ -49,7 +49,7 @@ _OUTSIDE_NAME = re.compile(r"epd-conformance-outside-[0-9a-f]{1,32}")
 
 
 @dataclass(frozen=True)
-class _Means:
+class Means:
     """What a fault is done with."""
 
     probe: StoreProbe
@@ -70,30 +70,30 @@ def damaged(runner: Runner) -> None:
         "problem": "",
     }
     runner.facts["fault"] = outcome
-    means = None
+    tools = None
     with _noting(outcome):
-        means = _means(runner)
+        tools = means(runner, runner.plan.fault)
     runner.send(stack.base_url, first)
-    donor = _key(runner, runner.answers[0].request_id)
+    donor = key_of(runner, runner.answers[0].request_id)
 
     rid = uuid.uuid4().hex
-    key = _primed(runner, twin, rid, outcome)
-    if means is not None and key is not None:
+    key, said = primed(runner, twin, rid, outcome)
+    if tools is not None and key is not None:
         with _noting(outcome):
-            _await_object(means.probe, key)
-            means.fault.rehearse(means.probe, key)
-            _await_object(means.probe, key)
+            await_object(tools.probe, key)
+            tools.fault.rehearse(tools.probe, key)
+            await_object(tools.probe, key)
             outcome["rehearsed"] = True
-    runner.send(runner.stage.bypass, twin, rid=rid)
+    runner.send(runner.stage.bypass, twin, rid=rid, overrides=_short(runner, twin, said))
 
     rid = uuid.uuid4().hex
-    key = _primed(runner, victim, rid, outcome)
-    with _done_to(means, key, donor, outcome):
-        runner.send(runner.stage.bypass, victim, rid=rid)
+    key, said = primed(runner, victim, rid, outcome)
+    with _done_to(tools, key, donor, outcome):
+        runner.send(runner.stage.bypass, victim, rid=rid, overrides=_short(runner, victim, said))
         # Before it is healed: whoever has to live must do so with the damage still there.
-        runner.facts["health"] = _health(stack)
+        runner.facts["health"] = health(stack)
     runner.send(stack.base_url, fresh)
-    runner.facts["busy"] = _busy(stack)
+    runner.facts["busy"] = busy(stack)
 
 
 @contextlib.contextmanager
@@ -105,8 +105,8 @@ def _noting(outcome: dict[str, Any]) -> Iterator[None]:
         outcome["problem"] = outcome["problem"] or f"{type(error).__name__}: {error}"[:2000]
 
 
-def _means(runner: Runner) -> _Means:
-    kind = runner.plan.fault
+def means(runner: Runner, kind: str | None) -> Means:
+    """What a kind of damage is done with. Raises StackError where the subject gives no way to its store."""
     assert kind is not None, "a plan of this judge names its fault"
     info = runner.stack.info
     if info is None or runner.session.subject is None:
@@ -114,23 +114,23 @@ def _means(runner: Runner) -> _Means:
     probe = runner.session.subject.probe(info)
     if probe is None:
         raise StackError("the subject gives no probe, so nothing in its store can be damaged")
-    return _Means(probe, {**FAULTS, **runner.session.subject.faults(info)}[kind])
+    return Means(probe, {**FAULTS, **runner.session.subject.faults(info)}[kind])
 
 
 @contextlib.contextmanager
-def _done_to(means: _Means | None, key: str | None, donor: str | None, outcome: dict[str, Any]) -> Iterator[None]:
+def _done_to(tools: Means | None, key: str | None, donor: str | None, outcome: dict[str, Any]) -> Iterator[None]:
     """Do the fault to an object, and heal it at the end; what became of it goes into `outcome`."""
     receipt: Receipt | None = None
-    if means is None or key is None or donor is None:
+    if tools is None or key is None or donor is None:
         yield
         return
-    target = Target(means.probe, key, donor)
+    target = Target(tools.probe, key, donor)
     with _noting(outcome):
-        _await_object(means.probe, key)
-        receipt = means.fault.inject(target)
+        await_object(tools.probe, key)
+        receipt = tools.fault.inject(target)
         outcome["receipt"] = receipt.to_json()
         done = receipt
-        outcome["verified"] = _soon(lambda: means.fault.verify(target, done))
+        outcome["verified"] = soon(lambda: tools.fault.verify(target, done))
         # By the harness's own clock: a receipt may be the subject's.
         outcome["injected_at"] = time.time()
     try:
@@ -140,11 +140,11 @@ def _done_to(means: _Means | None, key: str | None, donor: str | None, outcome: 
             undone = receipt
             outcome["healed_at"] = time.time()
             with _noting(outcome):
-                means.fault.heal(target, undone)
-                outcome["healed"] = _soon(lambda: means.probe.read(undone.key) == undone.before)
+                tools.fault.heal(target, undone)
+                outcome["healed"] = soon(lambda: tools.probe.read(undone.key) == undone.before)
 
 
-def _soon(holds: Callable[[], bool]) -> bool:
+def soon(holds: Callable[[], bool]) -> bool:
     """Whether something holds within the time that a store may need."""
     deadline = time.monotonic() + PUBLISHED_S
     while not holds():
@@ -154,39 +154,49 @@ def _soon(holds: Callable[[], bool]) -> bool:
     return True
 
 
-def _await_object(probe: StoreProbe, key: str) -> None:
-    if not _soon(lambda: probe.read(key) is not None):
+def await_object(probe: StoreProbe, key: str) -> None:
+    if not soon(lambda: probe.read(key) is not None):
         raise StackError(f"the store has no object under {key}, {PUBLISHED_S:g} s after it was written")
 
 
-def _primed(runner: Runner, request: Request, rid: str, outcome: dict[str, Any]) -> str | None:
-    """Have an encode server save the request's item, as the proxy does; the key under which it did."""
-    status = _prime(runner.stack, request, rid, runner.salt(request, rid))
-    key = _key(runner, f"{rid}-e0")
+def primed(runner: Runner, request: Request, rid: str, outcome: dict[str, Any]) -> tuple[str | None, dict[str, Any]]:
+    """Have an encode server save the request's item, as the proxy does; the key under which it did, and what it said."""
+    status, said = _prime(runner.stack, request, rid, runner.salt(request, rid))
+    key = key_of(runner, f"{rid}-e0")
     with _noting(outcome):
         if status != 200:
             raise StackError(f"the primer of {request.label!r} was answered with {status}")
         if key is None:
             raise StackError("no encode server's journal shows under which key it saved the item")
-    return key
+    return key, said
 
 
-def _prime(stack: Stack, request: Request, rid: str, salt: str | None) -> int:
-    """Send an encode server the request's first item; returns the status, 0 where no answer came."""
+def _short(runner: Runner, request: Request, said: dict[str, Any]) -> dict[str, Any]:
+    """What replaces the media of a request, where the plan sends metadata only."""
+    if not runner.plan.metadata_only:
+        return {}
+    body = request.body(runner.stack.served_name)
+    items = extract_items(body)
+    return {"messages": with_metadata(body, items, item_metadata(said, items))["messages"]}
+
+
+def _prime(stack: Stack, request: Request, rid: str, salt: str | None) -> tuple[int, dict[str, Any]]:
+    """Send an encode server the request's first item; returns the status, 0 where no answer came, and `ec_transfer_params`."""
     encode = stack.of(Role.ENCODE)
     if not encode:
-        return 0
+        return 0, {}
     body = request.body(stack.served_name, salt)
     primer = primer_body(body, extract_items(body)[0])
     try:
         # The id of the leg that the proxy would have sent.
         headers = {"X-Request-Id": f"{rid}-e0"}
-        return http.post(f"{encode[0].url}/v1/chat/completions", json=primer, headers=headers, timeout=60).status_code
+        answer = http.post(f"{encode[0].url}/v1/chat/completions", json=primer, headers=headers, timeout=60)
+        return answer.status_code, answer.json().get("ec_transfer_params") or {}
     except requests.RequestException:
-        return 0
+        return 0, {}
 
 
-def _key(runner: Runner, rid: str) -> str | None:
+def key_of(runner: Runner, rid: str) -> str | None:
     """The key of the first item that an encode server saw under a request id."""
     for event in runner.journal():
         if (
@@ -199,12 +209,12 @@ def _key(runner: Runner, rid: str) -> str | None:
     return None
 
 
-def _health(stack: Stack) -> dict[str, int]:
+def health(stack: Stack) -> dict[str, int]:
     """The status of `/health` of every server; 0 where none comes."""
     return {server.name: _status(f"{server.url}/health") for server in stack.servers}
 
 
-def _busy(stack: Stack) -> dict[str, int]:
+def busy(stack: Stack) -> dict[str, int]:
     """How many requests every server works on, without the servers that do not say."""
     counts = {server.name: _working_on(server.url) for server in stack.servers}
     return {name: count for name, count in counts.items() if count is not None}
@@ -252,7 +262,7 @@ def confined(runner: Runner) -> None:
             before = _outside(stack, places)
             runner.send(runner.stage.bypass, baited)
             runner.send(stack.base_url, hostile)
-            runner.facts |= {"health": _health(stack), "busy": _busy(stack)}
+            runner.facts |= {"health": health(stack), "busy": busy(stack)}
             time.sleep(WRITTEN_S)
             runner.facts |= {"bait": bait, "before": before, "after": _outside(stack, places)}
         finally:

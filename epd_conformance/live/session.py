@@ -17,7 +17,7 @@ from typing import Any
 import requests
 
 from epd_conformance.errors import StackError
-from epd_conformance.live import baseline, client, faulting, http
+from epd_conformance.live import baseline, client, faulting, http, scripted
 from epd_conformance.live.baseline import Baselines
 from epd_conformance.live.case import Case, plan_of
 from epd_conformance.live.layout import Layout, cell_path
@@ -354,8 +354,14 @@ class Runner:
     def _contained(self) -> None:
         faulting.damaged(self)
 
+    def _fails_alone(self) -> None:
+        faulting.damaged(self)
+
     def _confined(self) -> None:
         faulting.confined(self)
+
+    def _scripted(self) -> None:
+        scripted.scripted(self)
 
     def _stage_error(self) -> None:
         """Ask for a model that no server has: the first stage that a request meets answers 404."""

@@ -91,7 +91,8 @@ class Suite:
         if len(known) != len(counts):
             return False
         contrasts = tuple(lengthen(request, known[i % len(known)]) for i, request in enumerate(drawn.contrasts))
-        return plan.contrasts == contrasts and plan.fault == drawn.fault
+        same = (plan.fault, plan.metadata_only, plan.steps) == (drawn.fault, drawn.metadata_only, drawn.steps)
+        return plan.contrasts == contrasts and same
 
     def floor_requests(self, seed: int, topology: str) -> list[Request]:
         """The prompts that the noise floor of a topology is measured on in every run."""

@@ -7,7 +7,7 @@ between its encode and its prefill; and a *fresh* one over the whole path, after
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +21,7 @@ from epd_conformance.oracle.rungs import (
     no_power,
     passed,
     unproven,
+    worst,
     wrong_digest,
     wrong_tokens,
 )
@@ -29,8 +30,6 @@ from epd_conformance.report.schema import Evidence, FaultRecord
 from epd_conformance.verdict import Verdict
 
 FIRST, TWIN, VICTIM, FRESH = range(4)
-# Primed by hand, and sent later than their primers.
-PRIMED = (TWIN, VICTIM)
 
 
 def recomputed(cell: CellEvidence) -> Judgement:
@@ -43,7 +42,12 @@ def contained(cell: CellEvidence) -> Judgement:
     return _damaged(cell, may_fail=True)
 
 
-def _damaged(cell: CellEvidence, may_fail: bool) -> Judgement:
+def fails_alone(cell: CellEvidence) -> Judgement:
+    """The victim fails alone: it came without media, so nobody can encode it."""
+    return _damaged(cell, may_fail=True, references=True)
+
+
+def _damaged(cell: CellEvidence, may_fail: bool, references: bool = False) -> Judgement:
     """`facts`: `fault` (see `_unproven_fault`), and what `went_on` needs."""
     proofs = [cell.transport(index) for index in range(4)]
     kvs = [cell.kv(index) for index in range(4)]
@@ -59,7 +63,7 @@ def _damaged(cell: CellEvidence, may_fail: bool) -> Judgement:
             or wrong_tokens(cell, VICTIM, victim.digests_equal, None)
         )
     twin, nothing_done = _twin(cell, proofs), _unproven_fault(cell)
-    found = _worst(
+    found = worst(
         _taken(cell, victim),
         wrong,
         went_on(cell),
@@ -67,20 +71,42 @@ def _damaged(cell: CellEvidence, may_fail: bool) -> Judgement:
         nothing_done,
         # It says something about the fault only if there was one, and the path was whole before.
         _not_recovered(cell, proofs[FRESH]) if twin is None and nothing_done is None else None,
+        _media_sent(cell) if references else None,
         _not_met(cell, victim),
         unproven([], kvs[VICTIM : VICTIM + 1]) if answered else None,
         no_power(cell),
     )
     expected = "the victim is encoded locally and gets the baseline's ids" + (", or fails alone" if may_fail else "")
+    expected = "the victim fails alone" if references else expected
     observed = "encoded locally, equal ids" if answered else f"status {status} for that request"
     verdict = found or passed(expected, f"{observed}; a fresh item crossed")
     return replace(verdict, evidence=_counted(cell, proofs, kvs))
 
 
-def _worst(*steps: Judgement | None) -> Judgement | None:
-    """The first failure, else the first that keeps the cell from a pass: what is proven wrong stands, whatever is open."""
-    found = [step for step in steps if step is not None]
-    return first_of(*(step for step in found if step.verdict is Verdict.FAIL), *found)
+def _media_sent(cell: CellEvidence) -> Judgement | None:
+    """Twin and victim reached the consumer with less than an encode server got of the same item."""
+    for index in sorted(cell.plan.primed):
+        rid = cell.answers[index].request_id
+        encode = _fields(cell, cell.roles.encode, rid, ("e0",))
+        consumer = _fields(cell, cell.roles.consumers, rid, ("d", "p", ""))
+        if not consumer < encode:
+            return inconclusive(
+                "media-sent",
+                "the consumer gets a reference in place of the media",
+                f"request {cell.answers[index].label!r} reached it with {', '.join(sorted(consumer)) or 'nothing'}",
+            )
+    return None
+
+
+def _fields(cell: CellEvidence, servers: Set[str], rid: str, legs: Collection[str]) -> set[str]:
+    """The processed fields of all items of a request, as servers got it on these legs."""
+    return {
+        name
+        for event in cell.during
+        if event["ev"] == "request" and event["server"] in servers and leg_of(event["req"], rid) in legs
+        for item in event["items"]
+        for name in item["data"]
+    }
 
 
 def _counted(cell: CellEvidence, proofs: Sequence[Transport], kvs: Sequence[KVTransfer | None]) -> Evidence:
@@ -313,7 +339,7 @@ def confined(cell: CellEvidence) -> Judgement:
             )
     plain = _path_of(cell, proofs[PLAIN])
     # A file store that does not name its files by the uuid leaves no pattern to make a bait after; nothing to read, then.
-    found = _worst(wrote, invented, went_on(cell), plain, unseen)
+    found = worst(wrote, invented, went_on(cell), plain, unseen)
     statuses = [cell.answers[index].status for index in (BAITED, HOSTILE)]
     verdict = found or passed(
         "nothing outside the store is read or written",

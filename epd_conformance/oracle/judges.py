@@ -6,7 +6,7 @@ import json
 from collections import Counter
 from dataclasses import replace
 
-from epd_conformance.oracle import fault_judges
+from epd_conformance.oracle import fault_judges, script_judges
 from epd_conformance.oracle.cell import CellEvidence, Judge, Judgement
 from epd_conformance.oracle.rungs import (
     bad_status,
@@ -69,7 +69,7 @@ def _killer(cell: CellEvidence, name: str) -> Owner:
 # How many requests a judge needs, where not one; those that need none send theirs themselves and keep facts instead.
 _LEAST = {"warm": 2, "both": 2, "constructed": 0, "encode-only": 0}
 # The first, the twin, the victim and a fresh one; the harmless, the baited and the hostile one.
-_LEAST |= {"recomputed": 4, "contained": 4, "confined": 3}
+_LEAST |= {"recomputed": 4, "contained": 4, "fails-alone": 4, "confined": 3}
 
 
 def _incomplete(cell: CellEvidence) -> Judgement | None:
@@ -506,6 +506,8 @@ JUDGES: dict[str, Judge] = {
     "encode-only": encode_only,
     "both": both,
     "recomputed": fault_judges.recomputed,
+    "fails-alone": fault_judges.fails_alone,
+    "scripted": script_judges.scripted,
     "contained": fault_judges.contained,
     "confined": fault_judges.confined,
 }

@@ -253,6 +253,12 @@ def first_of(*steps: Judgement | None) -> Judgement | None:
     return next((step for step in steps if step is not None), None)
 
 
+def worst(*steps: Judgement | None) -> Judgement | None:
+    """The first failure, else the first that keeps the cell from a pass: what is proven wrong stands, whatever is open."""
+    found = [step for step in steps if step is not None]
+    return first_of(*(step for step in found if step.verdict is Verdict.FAIL), *found)
+
+
 def passed(expected: str, observed: str) -> Judgement:
     return Judgement(Verdict.PASS, expected=expected, observed=observed)
 

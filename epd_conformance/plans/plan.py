@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -169,12 +169,27 @@ class Plan:
 
     Each contrast is another content (or order) that the case must tell apart from the request of the same index modulo the
     number of requests: where the baseline answers both alike, the case has no power. `fault` is the kind of damage that is
-    done to the stored object of the victim's item, the third request's (`faults.store.FAULTS`).
+    done to the stored object of the victim's item, the third request's (`faults.store.FAULTS`). `metadata_only`: twin and
+    victim reach the consumer with what the encode server said about their items in place of the media. `steps`: what a scripted
+    cell does, in order (`plans.steps`); other cells have none.
     """
 
     requests: tuple[Request, ...]
     contrasts: tuple[Request, ...] = ()
     fault: str | None = None
+    metadata_only: bool = False
+    steps: tuple[Mapping[str, str], ...] = ()
+
+    @property
+    def primed(self) -> frozenset[int]:
+        """The requests whose items are saved before they are sent, by hand: their ids are in a journal earlier."""
+        if self.fault is not None:
+            return frozenset({1, 2})  # the twin and the victim
+        order = [step["do"] for step in self.steps if step["do"] in ("prime", "send")]
+        sends = [position for position, do in enumerate(order) if do == "send"]
+        return frozenset(
+            index for index, position in enumerate(sends) if position > 0 and order[position - 1] == "prime"
+        )
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -182,6 +197,8 @@ class Plan:
             "requests": [request.to_json() for request in self.requests],
             "contrasts": [request.to_json() for request in self.contrasts],
             "fault": self.fault,
+            "metadata_only": self.metadata_only,
+            "steps": [dict(step) for step in self.steps],
         }
 
     @classmethod
@@ -192,6 +209,8 @@ class Plan:
             tuple(Request.from_json(request) for request in data["requests"]),
             tuple(Request.from_json(request) for request in data["contrasts"]),
             data["fault"],
+            data["metadata_only"],
+            tuple(data["steps"]),
         )
 
 

@@ -569,8 +569,8 @@ class _Check:
                     outside = f"before that to {after} had come" if after else "outside of the time of the run"
                     self._say(Kind.EVIDENCE, cell.cell, f"request {answer.label!r} was sent {outside}")
                 previous[cell.topology] = (cell.cell, answer.started + answer.seconds)
-                # Where there is a fault, twin and victim are primed by hand, and sent when their objects are ready.
-                primed = cell.plan.fault is not None and index in fault_judges.PRIMED
+                # What is primed by hand is sent when its object is ready.
+                primed = index in cell.plan.primed
                 if any(
                     event["t"]
                     < (turn - CLOCK_SLACK_S if primed and event["server"] in cell.roles.encode else answer.started)

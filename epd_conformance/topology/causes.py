@@ -31,7 +31,7 @@ _CAUSES: tuple[tuple[str, str, bool], ...] = (
     (r"error: unrecognized arguments: (.+)", "this vLLM does not know the arguments {0}: check the vLLM version with `epd-conformance doctor`", True),
     (r"error: argument (.+)", "vLLM refused an argument ({0}): correct it", True),
     (r"^\S*ValidationError: \d+ validation errors? for (\w+)", "vLLM refused the configuration ({0}): correct what the log names", True),
-    (r"^ValueError: (.+)", "vLLM refused the configuration ({0}): correct it", False),
+    (r"^ValueError: (.+)", "vLLM refused what it was given ({0}): see the log", False),
     # What vLLM says about another process' death hides the cause, so these sentences come last.
     (r"^(?!RuntimeError: (?:Engine core (?:init|proc)|Worker failed with error))(?:[\w.]*\.)?(?!EngineDeadError)(\w+(?:Error|Exception): .+)", "the server raised {0}: see the log", False),
     (r"^RuntimeError: Worker failed with error (.+)", "a worker failed with {0}: see the log", False),

@@ -83,6 +83,8 @@ class Server:
     placement: Placement
     expects: tuple[str, ...] = ()
     ready_after_s: float | None = None
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """What its environment has beyond that of all servers."""
 
     @property
     def url(self) -> str:
@@ -186,6 +188,10 @@ class AnySite(ABC):
     def block_size(self, shape: Shape) -> int:
         """Tokens in a KV block of servers that were asked for with this shape."""
         return shape.block_size
+
+    @abstractmethod
+    def restart(self, stack: Stack, servers: Sequence[Server]) -> None:
+        """End servers of a stack and start them again as they were. Raises UsageError or StackError."""
 
     def stop(self, stack: Stack) -> None:
         """End a stack's processes; its logs, journals and stores stay."""
@@ -338,6 +344,19 @@ class Site(AnySite):
         self.say(f"{len(names)} servers ready after {time.monotonic() - began:.1f} s")
         return stacks
 
+    def restart(self, stack: Stack, servers: Sequence[Server]) -> None:
+        """End servers, each by its own shutdown, and start them as they were: same ports, same store.
+
+        Raises StackError, or UsageError, where one does not come up again.
+        """
+        began = time.monotonic()
+        for server in servers:
+            self.launcher.stop(server.process, graceful=True)
+        for server in servers:
+            server.process = self._serve(server.process.name, server.flags, server.port, server.environment)
+        self._wait([(stack, server) for server in servers], [stack] if stack.proxy is not None else [], began)
+        self.say(f"{len(servers)} servers started again after {time.monotonic() - began:.1f} s")
+
     def _machine(self) -> Inventory:
         return self._stated or Inventory.read(gpus=False)
 
@@ -396,10 +415,9 @@ class Site(AnySite):
                 **kv_environment,
                 **(launch.environment if launch else {}),
             }
-            process = self.launcher.start(
-                full, VLLM_SERVER, [*flags, "--host", "127.0.0.1", "--port", str(port)], environment
-            )
-            server = Server(name, role, port, process, flags, placement, expects if spec.recorder else ())
+            process = self._serve(full, flags, port, environment)
+            expected = expects if spec.recorder else ()
+            server = Server(name, role, port, process, flags, placement, expected, environment=environment)
             stack.servers.append(server)
             if _shares_gpu(full, placements):
                 # While it starts vLLM measures how much GPU memory is taken, and counts what a neighbour takes as its own.
@@ -408,6 +426,10 @@ class Site(AnySite):
             stack.base_url = stack.servers[0].url
         else:
             self.start_proxy(stack)
+
+    def _serve(self, name: str, flags: Sequence[str], port: int, environment: Mapping[str, str]) -> Process:
+        arguments = [*flags, "--host", "127.0.0.1", "--port", str(port)]
+        return self.launcher.start(name, VLLM_SERVER, arguments, environment)
 
     def _configure(self, spec: StackSpec, info: StackInfo) -> dict[Role, tuple[dict[str, Any], LaunchOptions]]:
         """Ask the subject once for each role; the same answer serves every server of the role."""

@@ -208,9 +208,13 @@ def config(role: str = "ec_producer") -> SimpleNamespace:
     )
 
 
+#: The processed fields of an item whose media are not there.
+DATA = {"grid": SimpleNamespace(data=object()), "pixels": SimpleNamespace(data=None)}
+
+
 def feature(key: str, offset: int = 3) -> SimpleNamespace:
     place = SimpleNamespace(offset=offset, length=12, get_num_embeds=lambda: 12)
-    return SimpleNamespace(identifier=key, modality="image", mm_position=place, data=object())
+    return SimpleNamespace(identifier=key, modality="image", mm_position=place, data=DATA)
 
 
 def request(name: str = "r", *keys: str) -> SimpleNamespace:
@@ -429,7 +433,7 @@ class TestScheduler:
         connector.build_connector_meta(output(asked))
         (line,) = lines(journal, "request")
         assert [item["id"] for item in line["items"]] == ["b", "a"]
-        assert line["items"][0].items() >= {"offset": 3, "length": 12, "embeds": 12, "media": True}.items()
+        assert line["items"][0].items() >= {"offset": 3, "length": 12, "embeds": 12, "data": ["grid"]}.items()
         assert (line["req"], line["prompt"]) == ("r", 40)
 
     def test_a_request_that_was_never_asked_about_is_seen_when_it_is_scheduled(self, journal: Journal) -> None:

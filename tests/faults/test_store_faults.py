@@ -12,6 +12,7 @@ from epd_conformance.connectors import object_format
 from epd_conformance.connectors.object_format import Expectation, Header, ObjectError, Reason
 from epd_conformance.connectors.probes import ExampleStoreProbe, VerifiedStoreProbe
 from epd_conformance.errors import StackError
+from epd_conformance.faults.damage import SEALED
 from epd_conformance.faults.fault import Fault, Receipt, Target, digest
 from epd_conformance.faults.store import FAULTS
 from epd_conformance.probe import Rows, StoreProbe
@@ -22,6 +23,8 @@ safetensors_torch = pytest.importorskip("safetensors.torch")
 KEY, DONOR = "k" * 64, "d" * 64
 ROWS, WIDTH = 12, 16
 EVERY = sorted(FAULTS)
+# `folder` is no other bytes.
+BYTES = [kind for kind in EVERY if kind != "folder"]
 HOSTILE = ["", "..", "../x", "/etc/x", "a/../../x", "a\0b", "é" * 200, "x" * 5000, "\ud800", "a//b", "."]
 
 Make = Callable[[str], StoreProbe]
@@ -70,7 +73,7 @@ def read_back(probe: StoreProbe, root: Path, key: str):
 
 
 class TestFaults:
-    @pytest.mark.parametrize("kind", EVERY)
+    @pytest.mark.parametrize("kind", BYTES)
     def test_injected_seen_and_healed(self, make: Make, kind: str) -> None:
         probe, fault = make("float32"), FAULTS[kind]
         target = Target(probe, KEY, DONOR)
@@ -107,13 +110,99 @@ class TestFaults:
         assert row.shape == (1, WIDTH)
         assert torch.equal(row[0], tensor(0)[0])
 
+    @pytest.mark.parametrize(
+        ("kind", "dtype", "shape"),
+        [
+            ("rows-missing", "float32", (ROWS - 1, WIDTH)),
+            ("no-rows", "float32", (0, WIDTH)),
+            ("rows-added", "float32", (ROWS + 1, WIDTH)),
+            ("width", "bfloat16", (ROWS, WIDTH // 2)),
+            ("width-one", "float32", (ROWS, 1)),
+            ("dtype", "float32", (ROWS, WIDTH)),
+            ("dtype", "bfloat16", (ROWS, WIDTH)),
+            ("half", "bfloat16", (ROWS, WIDTH)),
+            ("half", "float16", (ROWS, WIDTH)),
+            ("eight-bit", "float32", (ROWS, WIDTH)),
+        ],
+    )
+    def test_sealed_objects_are_well_formed_and_other(
+        self, make: Make, tmp_path: Path, kind: str, dtype: str, shape: tuple[int, int]
+    ) -> None:
+        probe = make(dtype)
+        FAULTS[kind].inject(Target(probe, KEY, DONOR))
+        found, whole = read_back(probe, tmp_path / "store", KEY), tensor(0, dtype)
+        assert found.shape == shape
+        rows, width = min(shape[0], ROWS), min(shape[1], WIDTH)
+        if kind in ("dtype", "half", "eight-bit"):
+            assert found.dtype != whole.dtype
+            # An eighth is what two bits of mantissa lose at most when they are cut off.
+            assert torch.allclose(found.float(), whole.float(), rtol=0.26, atol=1e-4)
+            return
+        assert found.dtype == whole.dtype
+        assert torch.equal(found[:rows, :width], whole[:rows, :width])
+
+    @pytest.mark.parametrize(
+        ("kind", "left"), [("not-a-number", "nan"), ("zero-tail", "zeros"), ("flipped-bit", "near")]
+    )
+    def test_damage_among_the_rows_keeps_the_form(self, make: Make, kind: str, left: str) -> None:
+        probe = make("float32")
+        before = probe.read(KEY) or b""
+        FAULTS[kind].inject(Target(probe, KEY, DONOR))
+        after = probe.read(KEY) or b""
+        assert len(after) == len(before)
+        # Past the checksum, which finds all of these.
+        at = before.find(bytes_of(tensor(0)))
+        rows = torch.frombuffer(bytearray(after[at : at + ROWS * WIDTH * 4]), dtype=torch.float32).view(ROWS, WIDTH)
+        if left == "nan":
+            assert rows.isnan().sum() == 2
+        elif left == "zeros":
+            assert torch.equal(rows[ROWS // 2 :], torch.zeros(ROWS // 2, WIDTH))
+            assert torch.equal(rows[: ROWS // 2], tensor(0)[: ROWS // 2])
+        else:
+            assert (rows != tensor(0)).sum() == 1
+        assert after[:at] == before[:at]
+
+    def test_an_object_without_plain_rows_is_not_damaged_among_them(self, make: Make) -> None:
+        probe = make("float32")
+        before = probe.read(KEY)
+        probe.unseal = lambda data: Rows(b"x" * 64, 1, 16, "float32")  # type: ignore[method-assign]
+        with pytest.raises(StackError, match=r"Subject\.faults"):
+            FAULTS["flipped-bit"].inject(Target(probe, KEY, DONOR))
+        assert probe.read(KEY) == before
+
+    def test_a_folder_in_the_place_of_a_file(self, make: Make) -> None:
+        probe, fault = make("float32"), FAULTS["folder"]
+        target = Target(probe, KEY, DONOR)
+        before, path = probe.read(KEY), probe.file(KEY)
+        assert path is not None
+        receipt = fault.inject(target)
+        assert path.is_dir()
+        assert fault.verify(target, receipt)
+        # A connector may have moved the folder away.
+        for heal_over in (True, False):
+            if not heal_over:
+                path.unlink()
+            fault.heal(target, receipt)
+            assert probe.read(KEY) == before
+            assert not fault.verify(target, receipt)
+
+    def test_a_store_without_files_has_no_folders_in_it(self, make: Make) -> None:
+        probe = make("float32")
+        before, path = probe.read(KEY), probe.file(KEY)
+        assert path is not None
+        probe.read = lambda key: before  # type: ignore[method-assign]
+        probe.file = lambda key: None  # type: ignore[method-assign]
+        with pytest.raises(StackError, match="file_store"):
+            FAULTS["folder"].inject(Target(probe, KEY, DONOR))
+        assert path.read_bytes() == before
+
     @pytest.mark.parametrize("kind", EVERY)
     def test_the_rehearsal_leaves_the_rows(self, make: Make, tmp_path: Path, kind: str) -> None:
         probe = make("bfloat16")
         before = probe.read(KEY)
         FAULTS[kind].rehearse(probe, KEY)
         assert torch.equal(read_back(probe, tmp_path / "store", KEY), tensor(0, "bfloat16"))
-        if kind != "one-row":
+        if kind not in SEALED:
             assert probe.read(KEY) == before
 
     @pytest.mark.parametrize("kind", EVERY)
@@ -133,7 +222,7 @@ class TestFaults:
             FAULTS["replaced"].inject(Target(probe, KEY, "nobody"))
         assert probe.read(KEY) == before
 
-    @pytest.mark.parametrize("kind", EVERY)
+    @pytest.mark.parametrize("kind", BYTES)
     def test_a_probe_that_writes_nowhere_is_not_verified(self, make: Make, kind: str) -> None:
         probe = make("float32")
         before = probe.read(KEY)

@@ -127,6 +127,8 @@ class World:
         self.labels: dict[str, str] = {}
 
     def asked(self, where: str, rid: str, body: dict[str, Any]) -> None:
+        if not body:
+            return  # a route that resets a cache
         (image,) = [
             part
             for message in body["messages"]

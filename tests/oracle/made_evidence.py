@@ -13,6 +13,7 @@ from epd_conformance.oracle.answers import Answer
 from epd_conformance.oracle.cell import CellEvidence
 from epd_conformance.oracle.transport import Roles
 from epd_conformance.plans.plan import Draw, Plan, Request, replace_images, swap_images
+from epd_conformance.plans.steps import step
 from epd_conformance.verdict import Owner
 
 FILE_KV = "vllm.distributed.kv_transfer.kv_connector.v1.example_connector.ExampleConnector"
@@ -99,7 +100,7 @@ class Story:
                 "offset": FIRST + STRIDE * index,
                 "length": ROWS,
                 "embeds": ROWS,
-                "media": True,
+                "data": ["image_grid_thw", "pixel_values"],
             }
             for index, (image, uuid) in enumerate(zip(request.images, request.uuids, strict=True))
         ]
@@ -140,11 +141,16 @@ class Story:
 
     def consume(self, request: Request, rid: str, leg: str, primed: bool) -> None:
         server, items = self.consumer, self.items(request)
+        if self.plan.metadata_only and request.label in ("twin", "victim"):
+            items = [{**item, "data": ["image_grid_thw"]} for item in items]
         req = f"chatcmpl-{rid}{leg}-00abcdef"
         self.write(server, "scheduler", "request", req=req, items=items, prompt=self.prompt)
         missing = list(dict.fromkeys(item["id"] for item in items if item["id"] not in self.held))
         for key in missing:
             self.write(server, "scheduler", "lookup", req=req, id=key, found=primed)
+        if self.plan.metadata_only and not primed:
+            self.write(server, "scheduler", "unavailable", reqs=[req])
+            return
         self.step(server, req, () if primed else missing)
         for key in missing:
             event = "load" if primed else "save" if server in self.roles.both else "encoded"
@@ -169,19 +175,30 @@ class Story:
         self.write("decode-0", "kv-worker", "kv-injected", tokens=tokens)
 
     def send(
-        self, request: Request, *, primed: bool = True, direct: bool = False, by_hand: bool = False, lost: bool = False
+        self,
+        request: Request,
+        *,
+        primed: bool = True,
+        direct: bool = False,
+        by_hand: bool = False,
+        lost: bool = False,
+        past: bool = False,
     ) -> None:
-        """`by_hand`: primed beforehand, and sent past the encode servers. `lost`: what was saved is not there any more."""
+        """`by_hand`: primed beforehand, and sent past the encode servers. `lost`: what was saved is not there any more. `past`:
+        sent past the encode servers, for what was saved by an earlier request."""
         rid = digest_of(f"{self.judge}/{len(self.answers)}")[:32]
         if by_hand:
             self.now += 0.1
             self.prime(request, rid)
             direct = not self.roles.decode
         started = self.now = self.now + 0.1
-        if primed and not direct and not by_hand:
+        if primed and not direct and not by_hand and not past:
             self.prime(request, rid)
         leg = "" if direct else "-p" if self.roles.decode else "-d"
         self.consume(request, rid, leg, primed and not lost)
+        if self.plan.metadata_only and lost:
+            self.answers.append(Answer(request.label, rid, 500, error="refused", started=started, seconds=0.01))
+            return
         if self.roles.decode:
             self.decode(request, rid)
         self.answers.append(
@@ -211,6 +228,60 @@ class Story:
         }
         self.send(fresh)
         self._go_on()
+
+    def scripted(self) -> None:
+        """Carry out the plan's steps: everything goes well, and what is damaged or gone is encoded by the consumer."""
+        records: list[dict[str, Any]] = []
+        self.facts["steps"] = records
+        servers = sorted(self.roles.encode | self.roles.consumers | self.roles.decode)
+        rest, by_hand, damaged, gone = iter(self.plan.requests), False, False, False
+        for one in self.plan.steps:
+            self.now += 0.01
+            record: dict[str, Any] = {"do": one["do"], "at": self.now, "done": True, "problem": ""}
+            match one:
+                case {"do": "prime"}:
+                    by_hand = True
+                case {"do": "damage"}:
+                    damaged = True
+                    record["receipt"] = {"before": {"bytes": 6000}, "after": {"bytes": 3000}}
+                case {"do": "heal"}:
+                    damaged = False
+                case {"do": "reset"}:
+                    record["statuses"] = dict.fromkeys(servers, 200)
+                    self.held.clear()
+                    self.encoder_holds.clear()
+                    # As a server that resets says it to its connector.
+                    for server in servers:
+                        if server not in self.roles.decode and one["cache"] == "encoder":
+                            self._forget(server)
+                case {"do": "restart"}:
+                    chosen = {"encode": self.roles.encode, "consumer": self.roles.consumers}.get(
+                        one["servers"], servers
+                    )
+                    for server in sorted(chosen):
+                        if server in self.roles.decode:
+                            self.write(server, "kv-scheduler", "init", connector=FILE_KV, kv_role="", block_size=BLOCK)
+                        else:
+                            self.write(server, "scheduler", "init", connector=CONNECTOR, blocks=4096, block_size=BLOCK)
+                    record["servers"] = sorted(chosen)
+                case {"do": "store"}:
+                    gone = one["how"] == "removed"
+                case {"do": "send"}:
+                    request = next(rest)
+                    past = one["way"] == "past-encode"
+                    direct = past and not self.roles.decode
+                    if past and not by_hand:
+                        self.send(request, direct=direct, past=True)
+                    else:
+                        self.send(request, by_hand=by_hand, lost=damaged or gone)
+                    by_hand = False
+            record["ended"] = self.now
+            records.append(record)
+        self._go_on()
+
+    def _forget(self, server: str) -> None:
+        keys = sorted({event["id"] for event in self.events if event["ev"] in ("load", "encoded", "save")})
+        self.write(server, "scheduler", "step", new=[], encode={}, allocated=[], free=keys)
 
     def confined(self) -> None:
         """Send the three requests of a cell with hostile uuids; the store does not know where they lead."""
@@ -249,6 +320,26 @@ class Story:
         )
 
 
+# Saved and loaded; forgotten by everybody, and loaded again past the encode servers; a damaged object that is refused; all
+# objects removed, and saved anew; without a store.
+SCRIPT = (
+    step("send", way="proxy", how="loaded"),
+    step("restart", servers="all"),
+    step("reset", cache="encoder"),
+    step("send", way="past-encode", how="loaded"),
+    step("prime"),
+    step("damage", kind="truncated"),
+    step("send", way="past-encode", how="unjudged"),
+    step("heal"),
+    step("store", how="emptied"),
+    step("reset", cache="encoder"),
+    step("send", way="proxy", how="saved"),
+    step("store", how="removed"),
+    step("send", way="proxy", how="any"),
+    step("store", how="mended"),
+)
+
+
 def _plan(judge: str, images: int) -> Plan:
     draw = Draw(0, judge)
     drawn = [draw.image() for _ in range(images)]
@@ -258,10 +349,16 @@ def _plan(judge: str, images: int) -> Plan:
         return Plan((draw.request("twice", drawn[0], drawn[0]),))
     if judge == "constructed":
         return Plan(())
-    if judge in ("recomputed", "contained"):
+    if judge in ("recomputed", "contained", "fails-alone"):
         four = tuple(draw.request(label, draw.image()) for label in ("first", "twin", "victim", "fresh"))
         others = tuple(replace_images(request, [draw.image()], f"{request.label}, other") for request in four)
-        return Plan(four, others, "deleted" if judge == "recomputed" else "truncated")
+        return Plan(four, others, "deleted" if judge == "recomputed" else "truncated", judge == "fails-alone")
+    if judge == "scripted":
+        same = draw.image()
+        shown = [same, same, draw.image(), same, draw.image()]
+        five = tuple(draw.request(f"request {index}", image) for index, image in enumerate(shown))
+        others = tuple(replace_images(request, [draw.image()], f"{request.label}, other") for request in five)
+        return Plan(five, others, steps=SCRIPT)
     if judge == "confined":
         uuids = {"harmless": "harmless-1", "baited": "../outside-2", "hostile": "../outside-3"}
         return Plan(tuple(draw.request(label, replace(draw.image(), uuid=uuid)) for label, uuid in uuids.items()))
@@ -302,8 +399,10 @@ def passing(judge: str, topology: str = "", *, images: int = 2, prompt: int = PR
         story.send(second, direct=True)
     elif judge == "miss":
         story.send(story.plan.requests[0], primed=False, direct=topology == "e-pd")
-    elif judge in ("recomputed", "contained"):
+    elif judge in ("recomputed", "contained", "fails-alone"):
         story.damaged()
+    elif judge == "scripted":
+        story.scripted()
     elif judge == "confined":
         story.confined()
     else:
@@ -394,14 +493,22 @@ NOTICED: dict[str, tuple[str, ...]] = {
     "encode-only": (),
     "both": ("id", "digest", "removed", "encode", "status"),
     "recomputed": ("id", "digest", "removed", "encode", "status", "refused", "kv"),
+    "fails-alone": ("id", "digest", "removed", "encode", "status", "refused", "kv"),
     "contained": ("id", "digest", "removed", "encode", "status", "refused", "kv"),
     "confined": ("digest", "removed", "encode", "status", "refused"),
+    "scripted": ("id", "digest", "removed", "encode", "status", "kv"),
 }
 # By judge and request, what of this may be otherwise: nobody loads a victim's object, and it may be refused where that is
 # said; what becomes of a hostile uuid is not asked, only where.
 MAY: dict[str, dict[str, tuple[str, ...]]] = {
     "recomputed": {"victim": ("digest", "encode")},
     "contained": {"victim": ("digest", "encode", "refused")},
+    "fails-alone": {"victim": ("digest", "encode", "refused", "id", "kv", "removed")},
+    # Nothing is asked of the one with a damaged object, and not where the other one comes from while the store is gone.
+    "scripted": {
+        "request 2": ("id", "digest", "removed", "encode", "status", "kv"),
+        "request 4": ("digest", "encode", "removed"),
+    },
     "confined": dict.fromkeys(("baited", "hostile"), ("digest", "removed", "encode", "status", "refused")),
 }
 
@@ -456,6 +563,9 @@ def _label(cell: CellEvidence, event: Mapping[str, Any]) -> str | None:
         keys = [item_key(*pair) for pair in zip(request.images, request.uuids, strict=True)]
         if answer.request_id in str(event.get("req", "")) or event.get("id") in keys:
             return request.label
+    if event["ev"] == "kv-injected":
+        # It names nobody; requests are sent one after the other.
+        return [answer.label for answer in cell.answers if answer.started <= event["t"]][-1]
     return None
 
 

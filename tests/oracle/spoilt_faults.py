@@ -241,6 +241,32 @@ def bait_loaded(cell: CellEvidence) -> CellEvidence:
     return edited(cell, {"ev": "load"}, ev="encoded", id=key(cell, BAITED))
 
 
+def media_came(index: int) -> Spoil:
+    """A request reached the consumer with its media."""
+
+    def spoil(cell: CellEvidence) -> CellEvidence:
+        def change(events: list[dict[str, Any]]) -> None:
+            for event in filter(of(cell, index), events):
+                for item in event.get("items", ()):
+                    item["data"] = ["image_grid_thw", "pixel_values"]
+
+        return with_events(cell, change)
+
+    return spoil
+
+
+def answered(*, right: bool) -> Spoil:
+    """The victim was answered, with the baseline's ids or others; nobody knows from what."""
+
+    def spoil(cell: CellEvidence) -> CellEvidence:
+        asked, shown = cell.plan.requests[VICTIM], (cell.plan.requests if right else cell.plan.contrasts)[VICTIM]
+        good = replace(good_answer(asked), ids=good_answer(shown).ids)
+        changes = {"status": 200, "error": None, "prompt_ids": good.prompt_ids, "logprobs": good.logprobs}
+        return with_answer(cell, VICTIM, ids=good.ids, **changes)
+
+    return spoil
+
+
 DAMAGE = digest_of("damage")
 E_PD, E_P_D = ("e-pd", "prefill_decode-0"), ("e-p-d", "prefill-0")
 
@@ -327,6 +353,25 @@ SPOILT: list[tuple[str, str, Spoil, Verdict, str, str | None, Owner | None]] = [
       for judge in ("recomputed", "contained")],
     ("contained", "e-p-d", without_kv(TWIN), Verdict.INCONCLUSIVE, "twin: kv-recompute", None, None),
     ("contained", "e-p-d", without_kv(FRESH), Verdict.INCONCLUSIVE, "fresh: kv-recompute", None, None),
+] + [
+    ("fails-alone", topology, spoil, *rest)
+    for topology, consumer in (E_PD, E_P_D)
+    for spoil, *rest in (
+        # it came with media after all, and was recomputed
+        (media_came(VICTIM), Verdict.INCONCLUSIVE, "media-sent", None, None),
+        (media_came(TWIN), Verdict.INCONCLUSIVE, "media-sent", None, None),
+        (answered(right=True), Verdict.INCONCLUSIVE, "fault-not-met", None, None),
+        (answered(right=False), Verdict.FAIL, "tokens-differ", "tokens", None),
+        (never_came(VICTIM), Verdict.INCONCLUSIVE, "fault-not-met", None, None),
+        (fails(VICTIM, 0, error="no end within 120 s"), Verdict.FAIL, "request-failed", "status", None),
+        (encodes(TWIN), Verdict.INCONCLUSIVE, "twin: local-encode", None, None),
+        (encodes(FRESH), Verdict.FAIL, "not-recovered", "counters", None),
+        (fault(receipt=None), Verdict.ERROR, "fault-not-proven", None, None),
+        (died(1), Verdict.FAIL, "server-died", "liveness", None),
+        (says("health", consumer, 503), Verdict.FAIL, "not-healthy", "liveness", None),
+        (says("busy", consumer, 1), Verdict.FAIL, "request-left", "residue", None),
+        (lost, Verdict.INCONCLUSIVE, "journal-lost", None, None),
+    )
 ] + [
     ("confined", topology, spoil, *rest)
     for topology, consumer in (E_PD, E_P_D)

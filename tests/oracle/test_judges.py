@@ -26,6 +26,7 @@ from made_evidence import (
     without,
 )
 from spoilt_faults import SPOILT as SPOILT_FAULTS
+from spoilt_scripts import SPOILT as SPOILT_SCRIPTS
 
 from epd_conformance.oracle import judges
 from epd_conformance.oracle.answers import NO_IDS
@@ -323,7 +324,7 @@ def wrong_form(cell: CellEvidence) -> CellEvidence:
     return edited(cell, {"dtype": "bfloat16"}, **first_load(cell))
 
 
-ALL_EXACT = ("equality", "text-only", "warm", "miss", "both", "recomputed", "contained")
+ALL_EXACT = ("equality", "text-only", "warm", "miss", "both", "recomputed", "contained", "fails-alone", "scripted")
 
 # (judge, topology, what is spoilt, verdict, reason, rung, whom it points at besides the owner)
 NEGATIVE: list[tuple[str, str, Spoil, Verdict, str, str | None, Owner | None]] = [
@@ -590,12 +591,14 @@ NEGATIVE: list[tuple[str, str, Spoil, Verdict, str, str | None, Owner | None]] =
     ("both", "aggregated", lambda c: without(c, ev="load"), Verdict.INCONCLUSIVE, "not-loaded", None, None),
     *[(name, "", lambda c: with_answer(c, status=500), Verdict.FAIL, "request-failed", "status", None)
       for name in JUDGES
-      if name not in ("stage-error", "constructed", "encode-only", "recomputed", "contained", "confined")],
+      if name not in ("stage-error", "constructed", "encode-only", "recomputed", "contained", "fails-alone", "confined",
+                      "scripted")],
     *[(name, "", contrast_alike, Verdict.INCONCLUSIVE, "no power", None, None) for name in ALL_EXACT],
     *[(name, "", contrast_failed, Verdict.ERROR, "no-contrast", None, None) for name in ALL_EXACT],
     *[(name, "", contrast_never_asked, Verdict.ERROR, "no-contrast", None, None) for name in ALL_EXACT],
     *[(name, "", not_one_contrast, Verdict.ERROR, "no-contrast", None, None) for name in ALL_EXACT],
     *SPOILT_FAULTS,
+    *SPOILT_SCRIPTS,
 ]  # fmt: skip
 
 
@@ -624,7 +627,7 @@ def test_a_spoilt_story_is_named(
 
 def test_every_reason_has_a_control() -> None:
     folder = Path(judges.__file__).parent
-    names = ("judges.py", "fault_judges.py", "rungs.py", "transport.py")
+    names = ("judges.py", "fault_judges.py", "script_judges.py", "rungs.py", "transport.py")
     source = "".join((folder / name).read_text(encoding="utf-8") for name in names)
     words = set(re.findall(r'(?:reason=|inconclusive\(\s*)"([a-z -]+)"', source))
     words |= set(re.findall(r'"([a-z]+(?:-[a-z]+)+): ', source))

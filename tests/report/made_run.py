@@ -45,7 +45,7 @@ from epd_conformance.topology.spec import Topology
 from epd_conformance.verdict import Verdict
 
 MODEL = "tiny"
-FEATURES = ("ec_both", "kv_disaggregation", "store_probe")
+FEATURES = ("ec_both", "file_store", "kv_disaggregation", "metadata_only", "store_probe")
 # A story's clock begins at 1000 seconds and no run takes a year.
 STARTED, BASELINE_AT, CELLS_AT, FINISHED = 500.0, 600.0, 1000.0, 30_000_000.0
 
@@ -188,8 +188,10 @@ class MadeRun:
             story.held.clear()
             story.facts = {"reset_status": 200}
             story.send(requests[1], direct=True)
-        elif case.judge in ("recomputed", "contained"):
+        elif case.judge in ("recomputed", "contained", "fails-alone"):
             story.damaged()
+        elif case.judge == "scripted":
+            story.scripted()
         elif case.judge == "confined":
             story.confined()
         elif case.judge == "miss":

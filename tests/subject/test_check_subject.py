@@ -204,8 +204,8 @@ class Listing(_Probe):
 
 
 class Mixing(_Probe):
-    def _path(self, key: str) -> Path:
-        return super()._path("one")
+    def file(self, key: str) -> Path:
+        return super().file("one")
 
 
 class Text(_Probe):
@@ -239,11 +239,13 @@ def states(declared: set[Feature], **seen: Any) -> dict[Feature, State]:
 
 
 class TestFeatures:
-    @pytest.mark.parametrize("feature", [Feature.ASYNC_TRANSFER, Feature.STATS, Feature.STORE_PROBE])
+    @pytest.mark.parametrize(
+        "feature", [Feature.ASYNC_TRANSFER, Feature.STATS, Feature.STORE_PROBE, Feature.FILE_STORE]
+    )
     def test_a_declared_feature_is_contradicted_by_proof_only(self, feature: Feature) -> None:
         assert states({feature})[feature] is State.FAIL
         assert states(set())[feature] is not State.FAIL
-        if feature is not Feature.STORE_PROBE:
+        if feature in (Feature.ASYNC_TRANSFER, Feature.STATS):
             # The hook is there: that proves nothing.
             assert states({feature}, hooks=(DEFERS, COUNTS))[feature] is State.NOT_PROBED
             assert states({feature}, hooks=None)[feature] is State.NOT_PROBED
@@ -252,6 +254,8 @@ class TestFeatures:
         probe = ExampleStoreProbe(tmp_path)
         assert states(set(), probe=probe)[Feature.STORE_PROBE] is State.WARN
         assert states({Feature.STORE_PROBE}, probe=probe)[Feature.STORE_PROBE] is State.OK
+        assert states(set(), probe=probe)[Feature.FILE_STORE] is State.WARN
+        assert states({Feature.FILE_STORE}, probe=probe)[Feature.FILE_STORE] is State.OK
         assert states({Feature.STORE_PROBE}, probe=object())[Feature.STORE_PROBE] is State.FAIL
         assert states(set(), hooks=(COUNTS,))[Feature.STATS] is State.WARN
         assert states(set(), hooks=(DEFERS,))[Feature.ASYNC_TRANSFER] is State.NOT_PROBED
@@ -261,7 +265,7 @@ class TestFeatures:
         )
 
     def test_what_only_servers_can_show_is_never_ok(self) -> None:
-        decided = {Feature.STORE_PROBE, Feature.ASYNC_TRANSFER, Feature.STATS}
+        decided = {Feature.STORE_PROBE, Feature.FILE_STORE, Feature.ASYNC_TRANSFER, Feature.STATS}
         for declared in (set(), set(Feature)):
             open_ones = {feature: state for feature, state in states(declared).items() if feature not in decided}
             assert set(open_ones.values()) == {State.NOT_PROBED}

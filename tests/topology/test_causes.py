@@ -114,7 +114,7 @@ CASES = [
         "vLLM refused the configuration (VllmConfig): correct what the log names",
         True,
     ),
-    (traceback("ValueError: the store is not a folder"), "vLLM refused the configuration (the store is not", False),
+    (traceback("ValueError: the store is not a folder"), "vLLM refused what it was given (the store is not", False),
     (traceback("KeyError: 'grid'"), "the server raised KeyError: 'grid'", False),
     (
         traceback("torch.AcceleratorError: CUDA error: an illegal memory access was encountered"),

@@ -1,0 +1,162 @@
+"""Carries out the steps of a scripted cell (plans/steps.py) on a running stack, and says of each whether it happened.
+
+Decides nothing: what happened goes into the cell's facts, for `oracle.script_judges`. Whatever was done to the store is undone at
+the end, also of a cell that breaks off.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import requests
+
+from epd_conformance.errors import StackError
+from epd_conformance.faults.fault import Receipt, Target
+from epd_conformance.live import faulting, http
+from epd_conformance.topology.spec import Role
+from epd_conformance.topology.stack import Server
+
+if TYPE_CHECKING:
+    from epd_conformance.live.session import Runner
+
+
+def scripted(runner: Runner) -> None:
+    """Carry out the plan's steps; `facts["steps"]` has one record for each."""
+    script = _Script(runner)
+    try:
+        for step in runner.plan.steps:
+            script.carry(step)
+        runner.facts |= {"health": faulting.health(runner.stack), "busy": faulting.busy(runner.stack)}
+    finally:
+        script.mend()
+
+
+class _Script:
+    def __init__(self, runner: Runner) -> None:
+        self.runner = runner
+        self.stack = runner.stack
+        self.records: list[dict[str, Any]] = []
+        runner.facts["steps"] = self.records
+        self.rest: Iterator[Any] = iter(runner.plan.requests)
+        self.primed: tuple[Any, str] | None = None
+        self.key: str | None = None
+        self.injected: tuple[Target, Receipt] | None = None
+        self.undo: list[Callable[[], None]] = []
+
+    def carry(self, step: Mapping[str, Any]) -> None:
+        record: dict[str, Any] = {"do": step["do"], "at": time.time(), "done": False, "problem": ""}
+        self.records.append(record)
+        fields = {name: value for name, value in step.items() if name != "do"}
+        try:
+            record |= getattr(self, f"_{step['do']}")(**fields) or {}
+            record["done"] = True
+        except Exception as error:
+            # A subject's probe, and a stack that has just been damaged, may raise anything; the judge says what it means.
+            record["problem"] = f"{type(error).__name__}: {error}"[:2000]
+        record["ended"] = time.time()
+
+    def mend(self) -> None:
+        """Undo what was done to the store, last things first. Raises what cannot be undone: later cells would meet it."""
+        while self.undo:
+            self.undo.pop()()
+
+    # -- steps ---------------------------------------------------------------------------------------------------------
+
+    def _send(self, way: str, how: str) -> None:
+        del how  # the judge's
+        request, rid = self.primed or (next(self.rest), uuid.uuid4().hex)
+        self.primed = None
+        self.runner.send(self.stack.base_url if way == "proxy" else self.runner.stage.bypass, request, rid=rid)
+        self.key = self.key or faulting.key_of(self.runner, self.runner.answers[0].request_id)
+
+    def _prime(self) -> None:
+        request, rid = next(self.rest), uuid.uuid4().hex
+        self.primed = (request, rid)
+        problem: dict[str, Any] = {"problem": ""}
+        self.key, _ = faulting.primed(self.runner, request, rid, problem)
+        if problem["problem"]:
+            raise StackError(problem["problem"])
+
+    def _damage(self, kind: str) -> dict[str, Any]:
+        if self.key is None:
+            raise StackError("nobody has saved an item yet")
+        means = faulting.means(self.runner, kind)
+        # Any other object may take its place.
+        donor = next(iter({*means.probe.keys()} - {self.key}), self.key)
+        target = Target(means.probe, self.key, donor)
+        faulting.await_object(means.probe, self.key)
+        receipt = means.fault.inject(target)
+        self.injected = (target, receipt)
+        self.undo.append(lambda: means.fault.heal(target, receipt))
+        if not faulting.soon(lambda: means.fault.verify(target, receipt)):
+            raise StackError("it was injected, and the store does not show it")
+        return {"receipt": receipt.to_json()}
+
+    def _heal(self) -> None:
+        if self.injected is None:
+            raise StackError("nothing was damaged")
+        target, receipt = self.injected
+        self.undo.pop()()
+        if not faulting.soon(lambda: target.probe.read(receipt.key) == receipt.before):
+            raise StackError("the object could not be put back")
+
+    def _reset(self, cache: str) -> dict[str, Any]:
+        return {"statuses": {server.name: _post(f"{server.url}/reset_{cache}_cache") for server in self.stack.servers}}
+
+    def _restart(self, servers: str) -> dict[str, Any]:
+        chosen = self._chosen(servers)
+        self.runner.session.site.restart(self.stack, chosen)
+        return {"servers": [server.name for server in chosen]}
+
+    def _chosen(self, servers: str) -> list[Server]:
+        if servers == "encode":
+            return self.stack.of(Role.ENCODE)
+        if servers == "consumer":
+            return self.stack.of(Role.PREFILL, Role.PREFILL_DECODE)
+        return list(self.stack.servers)
+
+    def _store(self, how: str) -> dict[str, Any]:
+        return {"emptied": self._emptied, "removed": self._removed, "mended": self._mended}[how]()
+
+    def _mended(self) -> dict[str, Any]:
+        self.mend()
+        return {}
+
+    def _emptied(self) -> dict[str, Any]:
+        info = self.stack.info
+        subject = self.runner.session.subject
+        probe = subject.probe(info) if info is not None and subject is not None else None
+        if probe is None:
+            raise StackError("the subject gives no probe, so nobody can empty its store")
+        keys = probe.keys()
+        for key in keys:
+            probe.delete(key)
+        if not faulting.soon(lambda: not probe.keys()):
+            raise StackError(f"{len(probe.keys())} objects are left of {len(keys)}")
+        return {"removed": len(keys)}
+
+    def _removed(self) -> dict[str, Any]:
+        store = self.stack.store
+        away = store.with_name(f"{store.name}-away")
+        store.rename(away)
+        self.undo.append(lambda: _put_back(away, store))
+        return {}
+
+
+def _put_back(away: Path, store: Path) -> None:
+    """The folder comes back; what was put into its place meanwhile goes."""
+    if store.exists():
+        shutil.rmtree(store)
+    away.rename(store)
+
+
+def _post(url: str) -> int:
+    try:
+        return http.post(url, timeout=30).status_code
+    except requests.RequestException:
+        return 0

@@ -1,0 +1,166 @@
+"""The judge of scripted cells: what became of each request, given what was done to servers, caches and store before it. Pure.
+
+Every step must provably have happened; every request must be answered as the baseline does, and its items must have come to the
+consumer in the way that the plan says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from epd_conformance.oracle.cell import CellEvidence, Judgement
+from epd_conformance.oracle.fault_judges import went_on
+from epd_conformance.oracle.rungs import (
+    bad_status,
+    comparable,
+    counted,
+    inconclusive,
+    no_power,
+    passed,
+    unproven,
+    worst,
+    wrong_digest,
+    wrong_tokens,
+)
+from epd_conformance.oracle.transport import Item, Transport
+from epd_conformance.verdict import Verdict
+
+
+def scripted(cell: CellEvidence) -> Judgement:
+    """`facts`: `steps` (a record for each of the plan's steps, see live/scripted.py), and what `went_on` needs."""
+    sends = [position for position, step in enumerate(cell.plan.steps) if step["do"] == "send"]
+    if len(sends) != len(cell.plan.requests) or len(cell.answers) != len(sends):
+        return Judgement(
+            Verdict.ERROR,
+            reason="incomplete-evidence",
+            expected="one answer for each request, and one step that sends it",
+            observed=f"{len(cell.plan.requests)} requests, {len(sends)} steps that send, {len(cell.answers)} answers",
+        )
+    proofs = [cell.transport(index) for index in range(len(sends))]
+    kvs = [cell.kv(index) for index in range(len(sends))]
+    judged = [index for index, position in enumerate(sends) if cell.plan.steps[position]["how"] != "unjudged"]
+    found = worst(
+        wrong_digest(cell, [proofs[index] for index in judged]),
+        *(_answer(cell, index, proofs[index]) for index in judged),
+        *(_way(cell, position, proof) for position, proof in zip(sends, proofs, strict=True)),
+        went_on(cell),
+        _not_done(cell),
+        unproven([], [kvs[index] for index in judged]),
+        no_power(cell),
+    )
+    script = ", ".join(_words(step) for step in cell.plan.steps)
+    verdict = found or passed(f"right answers, and items where they should come from: {script}", "so it was")
+    return replace(verdict, evidence=counted(proofs, kvs))
+
+
+def _answer(cell: CellEvidence, index: int, proof: Transport) -> Judgement | None:
+    return (
+        bad_status(cell, index)
+        or comparable(cell, index)
+        or wrong_tokens(cell, index, proof.digests_equal, proof.order_kept)
+    )
+
+
+def _way(cell: CellEvidence, position: int, proof: Transport) -> Judgement | None:
+    """Whether the items of a request came to the consumer as its step says."""
+    how = cell.plan.steps[position]["how"]
+    if how in ("any", "unjudged"):
+        return None
+    if not proof.items:
+        return inconclusive(
+            "not-journalled", "the consumer's journal shows the request", proof.problem or "it does not"
+        )
+    after = next((step["ended"] for step in reversed(cell.facts["steps"][:position]) if step["do"] != "send"), 0.0)
+    for item in proof.items:
+        wrong = _loaded(cell, item, after, how == "saved")
+        if wrong is not None:
+            return wrong
+    return None
+
+
+def _loaded(cell: CellEvidence, item: Item, after: float, anew: bool) -> Judgement | None:
+    saves = [
+        event
+        for event in cell.during
+        if event["ev"] == "save" and event["id"] == item.key and event["server"] in cell.roles.encode
+    ]
+    if anew and not any(event["t"] > after for event in saves):
+        return Judgement(
+            Verdict.FAIL,
+            reason="not-saved-anew",
+            rung="counters",
+            expected="the item is encoded and saved once more, then loaded",
+            observed=f"item {item.key}: {item.how}, and nothing was saved since",
+            causes=("the connector keeps a copy elsewhere, or takes the key for published",),
+        )
+    if item.how == "encoded":
+        return Judgement(
+            Verdict.FAIL,
+            reason="encoded-again",
+            rung="counters",
+            expected="the consumer loads what is in the store",
+            observed=f"item {item.key}: the consumer encoded it itself",
+            causes=("the connector does not find what was saved before",),
+        )
+    if item.how != "loaded":
+        return inconclusive("not-loaded", "the item is loaded by this very request", f"item {item.key}: {item.how}")
+    if not item.saved:
+        return inconclusive(
+            "not-saved", "a producer saved what was loaded", f"item {item.key}: no save in the journals"
+        )
+    return None
+
+
+def _not_done(cell: CellEvidence) -> Judgement | None:
+    """The first step that did not provably happen."""
+    records = cell.facts["steps"]
+    for step, record in zip(cell.plan.steps, [*records, *[None] * len(cell.plan.steps)], strict=False):
+        wrong = "it was never carried out" if record is None else _undone(cell, step, record)
+        if wrong is not None:
+            return Judgement(
+                Verdict.ERROR,
+                reason="step-not-done",
+                expected=f"the step provably happens: {_words(step)}",
+                observed=wrong,
+            )
+    return None
+
+
+def _undone(cell: CellEvidence, step: Mapping[str, Any], record: Mapping[str, Any]) -> str | None:
+    if record["do"] != step["do"]:
+        return f"another step stands in its place: {record['do']}"
+    if not record["done"]:
+        return str(record["problem"] or "it was not finished")
+    if step["do"] == "reset":
+        servers = cell.roles.encode | cell.roles.consumers | cell.roles.decode
+        other = {name: record["statuses"].get(name) for name in sorted(servers) if record["statuses"].get(name) != 200}
+        return f"not every server did so: {other}" if other else None
+    if step["do"] == "restart":
+        return _not_restarted(cell, step, record)
+    if step["do"] == "damage":
+        receipt = record["receipt"]
+        return "nothing changed" if receipt["before"] == receipt["after"] else None
+    return None
+
+
+def _not_restarted(cell: CellEvidence, step: Mapping[str, Any], record: Mapping[str, Any]) -> str | None:
+    """A server that starts makes its connector anew, and its journal says so."""
+    wanted = {
+        "encode": cell.roles.encode,
+        "consumer": cell.roles.consumers,
+        "all": cell.roles.encode | cell.roles.consumers | cell.roles.decode,
+    }[step["servers"]]
+    started = {
+        event["server"]
+        for event in cell.during
+        if event["ev"] == "init" and record["at"] <= event["t"] <= record["ended"]
+    }
+    missing = sorted(wanted - started)
+    return f"no journal shows that they started: {', '.join(missing)}" if missing else None
+
+
+def _words(step: Mapping[str, str]) -> str:
+    fields = ", ".join(value for name, value in step.items() if name != "do")
+    return f"{step['do']} ({fields})" if fields else step["do"]

@@ -1,0 +1,47 @@
+"""Steps: what a scripted cell does between its requests, as data. Pure.
+
+A step is a JSON object with `do` and the fields below. The requests of the plan are sent in their order, one for each `send`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+#: Step -> its fields and their values; an empty tuple: any text.
+STEPS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    # The next request goes to the stack as clients send it, or past the encode servers. `how` is how its items must come to the
+    # consumer: loaded by this request; saved anew since the step before and loaded; or as may be. `unjudged`: nothing is asked
+    # of the answer, since a fault of somebody else's is in force.
+    "send": {"way": ("proxy", "past-encode"), "how": ("loaded", "saved", "any", "unjudged")},
+    # An encode server saves the next request's item, as the proxy has it done.
+    "prime": {},
+    # The object that was primed last, or that of the first request, is damaged (`faults.store.FAULTS`), or put back.
+    "damage": {"kind": ()},
+    "heal": {},
+    # A cache of every server is emptied over the server's own route.
+    "reset": {"cache": ("encoder", "mm", "prefix")},
+    # Servers are ended and started again as they were, over the same store.
+    "restart": {"servers": ("encode", "consumer", "all")},
+    # All objects are removed through the probe; the store's folder is moved away; or it is as before again.
+    "store": {"how": ("emptied", "removed", "mended")},
+}
+
+
+def step(do: str, **fields: str) -> Mapping[str, str]:
+    """A step. Raises ValueError for what is none."""
+    checked = {"do": do, **fields}
+    check(checked)
+    return checked
+
+
+def check(one: Mapping[str, Any]) -> None:
+    """Raises ValueError for what is no step."""
+    known = STEPS.get(one.get("do", ""))
+    if known is None:
+        raise ValueError(f"no step does {one.get('do')!r}: known are {', '.join(STEPS)}")
+    if set(one) != {"do", *known}:
+        raise ValueError(f"a step that does {one['do']!r} has the fields {', '.join(known) or 'none'}: {dict(one)}")
+    for name, values in known.items():
+        if values and one[name] not in values:
+            raise ValueError(f"{name} of {one['do']!r} is one of {', '.join(values)}, not {one[name]!r}")

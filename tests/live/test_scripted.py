@@ -1,0 +1,120 @@
+"""How scripted cells are carried out, over fake servers: in which order, what is written down, and that the store is put back."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from test_faulting import Make, make  # noqa: F401
+
+from epd_conformance.live import scripted
+from epd_conformance.plans.steps import STEPS, step
+
+
+def records(facts: Any) -> list[tuple[str, bool, str]]:
+    return [(record["do"], record["done"], record["problem"]) for record in facts["steps"]]
+
+
+class TestSteps:
+    def test_a_step_is_checked(self) -> None:
+        assert step("reset", cache="mm") == {"do": "reset", "cache": "mm"}
+        for wrong in ({"do": "reset"}, {"do": "reset", "cache": "kv"}, {"do": "fly"}, {"do": "prime", "how": "any"}):
+            with pytest.raises(ValueError, match=r"step|one of"):
+                step(**wrong)
+        assert all(do in STEPS for do in ("send", "prime", "damage", "heal", "reset", "restart", "store"))
+
+
+class TestScript:
+    def test_a_purge(self, make: Make) -> None:  # noqa: F811
+        world, run = make("EPD-STALE-006", "purged")
+        evidence = run()
+        assert world.happened == ["proxy first", "delete first", "proxy first", "proxy twin"]
+        assert [(do, done) for do, done, _ in records(evidence.facts)] == [
+            ("send", True),
+            ("store", True),
+            ("reset", True),
+            ("send", True),
+            ("send", True),
+        ]
+        assert evidence.facts["steps"][1]["removed"] == 1
+        assert set(evidence.facts["steps"][2]["statuses"]) == {server.name for server in world.stage.stack.servers}
+        assert all(record["at"] <= record["ended"] for record in evidence.facts["steps"])
+        assert json.loads(json.dumps(evidence.facts)) == evidence.facts
+
+    def test_a_probe_that_forgets_to_delete(self, make: Make) -> None:  # noqa: F811
+        world, run = make("EPD-STALE-006", "purged")
+        world.probe.delete = lambda key: None  # type: ignore[method-assign]
+        done = records(run().facts)
+        assert done[1] == ("store", False, "StackError: 1 objects are left of 1")
+        # Everything else was done all the same.
+        assert [do for do, _, _ in done] == ["send", "store", "reset", "send", "send"]
+
+    def test_damage_between_primer_and_request(self, make: Make) -> None:  # noqa: F811
+        world, run = make("EPD-STALE-008", "replaced")
+        world.probe.save("other", b"other" * 8)
+        evidence = run()
+        assert [line for line in world.happened if "other" not in line][:4] == [
+            "encode first",
+            "write first",
+            "consumer first",
+            "write first",
+        ]
+        assert world.saw["consumer first"] == b"first" * 8, "the second time, healed"
+        assert world.probe.objects["first"] == b"first" * 8
+        assert all(done for _, done, _ in records(evidence.facts))
+        assert evidence.facts["steps"][1]["receipt"]["key"] == "first"
+        # Primed under the id of its request, and the same prompt with the same salt both times.
+        assert world.encode.ids[0] == f"{evidence.answers[0].request_id}-e0"
+        salts = [body["cache_salt"] for _, body in world.consumer.requests if body]
+        assert salts[0] == salts[1]
+
+    def test_a_restart_keeps_name_and_port(self, make: Make) -> None:  # noqa: F811
+        world, run = make("EPD-STALE-003", "consumer")
+        (consumer,) = [server for server in world.stage.stack.servers if "prefill" in server.name]
+        before = (consumer.process, consumer.url)
+        evidence = run()
+        assert consumer.process is not before[0]
+        assert consumer.url == before[1]
+        assert evidence.facts["steps"][1] | {"at": 0, "ended": 0} == {
+            "do": "restart", "at": 0, "ended": 0, "done": True, "problem": "", "servers": ["prefill_decode-0"]
+        }  # fmt: skip
+
+    def test_the_store_comes_back(self, make: Make) -> None:  # noqa: F811
+        world, run = make("EPD-ERR-004", "removed")
+        stack = world.stage.stack
+        (stack.store / "object").write_text("kept")
+        asked = world.asked
+
+        def recreates(where: str, rid: str, body: dict[str, Any]) -> None:
+            # What a connector does that makes its folder on every save.
+            seen.append(stack.store.exists())
+            stack.store.mkdir(exist_ok=True)
+            (stack.store / "new").write_text("made meanwhile")
+            asked(where, rid, body)
+
+        seen: list[bool] = []
+        world.asked = recreates  # type: ignore[method-assign]
+        evidence = run()
+        assert seen == [True, False, True]
+        assert all(done for _, done, _ in records(evidence.facts))
+        assert sorted(path.name for path in stack.store.iterdir()) == ["new", "object"]
+        assert not stack.store.with_name("store-away").exists()
+
+    def test_a_cell_that_breaks_off_puts_the_store_back(self, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+        world, run = make("EPD-ERR-004", "removed")
+        store = world.stage.stack.store
+        (store / "object").write_text("kept")
+        send, seen = scripted._Script._send, []
+
+        def interrupted(self: Any, **fields: Any) -> None:
+            seen.append(store.exists())
+            if not seen[-1]:
+                raise KeyboardInterrupt
+            send(self, **fields)
+
+        monkeypatch.setattr(scripted._Script, "_send", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run()
+        assert seen == [True, False]
+        assert (store / "object").read_text() == "kept"

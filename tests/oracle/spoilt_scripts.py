@@ -1,0 +1,127 @@
+"""Ways of spoiling the story of a scripted cell, and what its judge must say to each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from made_evidence import digest_of, with_events
+from spoilt_faults import Spoil, died, fails, key, lost, of, other_ids, says
+
+from epd_conformance.oracle.cell import CellEvidence
+from epd_conformance.verdict import Owner, Verdict
+
+FIRST, AGAIN, UNJUDGED, ANEW, GONE = range(5)
+# Positions in made_evidence.SCRIPT.
+RESTART, RESET, DAMAGE, EMPTIED = 1, 2, 5, 8
+
+
+def record(position: int, **changes: Any) -> Spoil:
+    """What was written down of a step is otherwise."""
+
+    def spoil(cell: CellEvidence) -> CellEvidence:
+        steps = [dict(step) for step in cell.facts["steps"]]
+        steps[position] |= changes
+        return replace(cell, facts={**cell.facts, "steps": steps})
+
+    return spoil
+
+
+def without_the_last(cell: CellEvidence) -> CellEvidence:
+    return replace(cell, facts={**cell.facts, "steps": cell.facts["steps"][:-1]})
+
+
+def never_started(cell: CellEvidence) -> CellEvidence:
+    """The consumer's journal has no sign of the restart."""
+    (consumer,) = cell.roles.consumers
+
+    def change(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return [event for event in events if event["ev"] != "init" or event["server"] != consumer]
+
+    return with_events(cell, change)
+
+
+def refused(cell: CellEvidence) -> CellEvidence:
+    (consumer,) = cell.roles.consumers
+    statuses = {**cell.facts["steps"][RESET]["statuses"], consumer: 404}
+    return record(RESET, statuses=statuses)(cell)
+
+
+def saved_before_only(cell: CellEvidence) -> CellEvidence:
+    """The item that was purged is loaded although nobody has saved it again."""
+    since = cell.facts["steps"][EMPTIED]["ended"]
+
+    def change(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return [event for event in events if not (event["ev"] == "save" and event["t"] > since)]
+
+    return with_events(cell, change)
+
+
+def still_held(cell: CellEvidence) -> CellEvidence:
+    """The consumer had the item of the second request in its own cache: it does not load it."""
+    about = of(cell, AGAIN)
+    start, stop = cell.answers[AGAIN].started, cell.answers[UNJUDGED].started
+
+    def change(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return [event for event in events
+                if not (about(event) and event["ev"] in ("load", "lookup") and start <= event["t"] < stop)]  # fmt: skip
+
+    return with_events(cell, change)
+
+
+def wrong_load(cell: CellEvidence) -> CellEvidence:
+    start = cell.answers[AGAIN].started
+
+    def change(events: list[dict[str, Any]]) -> None:
+        next(event for event in events if event["ev"] == "load" and event["t"] > start)["digest"] = digest_of("stale")
+
+    return with_events(cell, change)
+
+
+def encoded_by_the_consumer(index: int) -> Callable[[CellEvidence], CellEvidence]:
+    """One request's item is encoded by the consumer, though other requests have the same item."""
+
+    def spoil(cell: CellEvidence) -> CellEvidence:
+        start = cell.answers[index].started
+        stop = cell.answers[index + 1].started
+        about = of(cell, index)
+
+        def change(events: list[dict[str, Any]]) -> None:
+            for event in events:
+                if not (about(event) and start <= event["t"] < stop):
+                    continue
+                if event["ev"] == "lookup":
+                    event["found"] = False
+                elif event["ev"] == "step" and event["new"]:
+                    event["encode"] = {event["new"][0]["req"]: [key(cell, index)]}
+                elif event["ev"] == "load":
+                    event["ev"] = "encoded"
+
+        return with_events(cell, change)
+
+    return spoil
+
+
+# As in test_judges.NEGATIVE.
+SPOILT_STORIES = [
+    (wrong_load, Verdict.FAIL, "digest-differs", "digest", None),
+    (other_ids(AGAIN), Verdict.FAIL, "tokens-differ", "tokens", Owner.ENGINE),
+    (fails(FIRST), Verdict.FAIL, "request-failed", "status", None),
+    (fails(GONE), Verdict.FAIL, "request-failed", "status", None),
+    (encoded_by_the_consumer(AGAIN), Verdict.FAIL, "encoded-again", "counters", None),
+    (saved_before_only, Verdict.FAIL, "not-saved-anew", "counters", None),
+    (still_held, Verdict.INCONCLUSIVE, "not-loaded", None, None),
+    (record(RESTART, done=False, problem="StackError: x"), Verdict.ERROR, "step-not-done", None, None),
+    (record(RESTART, do="reset"), Verdict.ERROR, "step-not-done", None, None),
+    (never_started, Verdict.ERROR, "step-not-done", None, None),
+    (refused, Verdict.ERROR, "step-not-done", None, None),
+    (record(DAMAGE, receipt={"before": 1, "after": 1}), Verdict.ERROR, "step-not-done", None, None),
+    (without_the_last, Verdict.ERROR, "step-not-done", None, None),
+    (died(1), Verdict.FAIL, "server-died", "liveness", None),
+    (says("health", "encode-0", 503), Verdict.FAIL, "not-healthy", "liveness", None),
+    (says("busy", "encode-0", 1), Verdict.FAIL, "request-left", "residue", None),
+    (lost, Verdict.INCONCLUSIVE, "journal-lost", None, None),
+    (lambda c: replace(c, answers=c.answers[:4]), Verdict.ERROR, "incomplete-evidence", None, None),
+]
+SPOILT = [("scripted", topology, *row) for topology in ("e-pd", "e-p-d") for row in SPOILT_STORIES]
