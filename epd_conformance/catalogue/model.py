@@ -19,7 +19,9 @@ Topology = Literal["contract", "scheduler", "proxy", "aggregated", "e-pd", "p-d"
 TOPOLOGIES: tuple[str, ...] = get_args(Topology)
 
 # A kind, a kind with sizes such as 2e-1pd, or how fake servers stand behind a proxy.
-SIZED_TOPOLOGY_PATTERN = r"^(contract|scheduler|proxy-e-pd|proxy-e-p-d|aggregated|e-pd|p-d|e-p-d|\d+e-\d+pd|\d+p-\d+d|\d+e-\d+p-\d+d)$"
+SIZED_TOPOLOGY_PATTERN = (
+    r"^(contract|scheduler|proxy-e-pd|proxy-e-p-d|aggregated|e-pd|p-d|e-p-d|\d+e-\d+pd|\d+p-\d+d|\d+e-\d+p-\d+d)$"
+)
 
 
 def topology_kind(topology: str) -> str:

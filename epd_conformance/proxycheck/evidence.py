@@ -124,9 +124,7 @@ class ProxyEvidence:
         """The legs of one request, in order; of these roles, or of all. A leg is known by the request's words and media."""
         marks = self._marks(label)
         wanted = roles or ROLES
-        return [
-            seen for seen in self.calls if seen.role in wanted and any(text in str(seen.body) for text in marks)
-        ]
+        return [seen for seen in self.calls if seen.role in wanted and any(text in str(seen.body) for text in marks)]
 
     def _marks(self, label: str) -> list[str]:
         body = self.send(label).body

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from epd_conformance.oracle.cell import Judgement
@@ -189,7 +190,7 @@ def side_by_side(cell: ProxyEvidence) -> Judgement:
     def complaints() -> Iterator[str]:
         for send in cell.plan.sends:
             legs = sorted(cell.legs(send.label, "encode"), key=lambda leg: leg.at)
-            if not any(later.at < (leg.ended or 0.0) for leg, later in zip(legs, legs[1:], strict=False)):
+            if not any(later.at < (leg.ended or 0.0) for leg, later in pairwise(legs)):
                 spans = ", ".join(f"{leg.at}-{leg.ended}" for leg in legs)
                 yield f"{send.label}: primers at {spans or 'no time'} s"
 
@@ -384,7 +385,9 @@ def reported(cell: ProxyEvidence) -> Judgement:
                 told |= (leg.told or {}).get("ec_transfer_params") or {}
             for leg in cell.legs(send.label, cell.consumer):
                 taken = leg.body.get("ec_transfer_params") or {}
-                missing = [key for key, value in told.items() if (taken.get(key) or {}).get("peer_host") != value["peer_host"]]
+                missing = [
+                    key for key, value in told.items() if (taken.get(key) or {}).get("peer_host") != value["peer_host"]
+                ]
                 if missing or set(taken) - set(told):
                     yield f"{send.label}: encode told {sorted(told)}, and {leg.server} got {sorted(taken)}"
 
@@ -535,7 +538,7 @@ def work_ends(cell: ProxyEvidence) -> Judgement:
 
 
 def adapter(cell: ProxyEvidence) -> Judgement:
-    """A request for an adapter that encode servers do not know is answered rightly, or with an error that names adapter and stage."""
+    """A request for an adapter that encode does not know is answered rightly, or with an error that names adapter and stage."""
 
     def complaints() -> Iterator[str]:
         for send, got in cell.pairs:

@@ -30,7 +30,10 @@ SHAPING = (
     "structured_outputs", "seed", "temperature", "stop", "logit_bias",
 )  # fmt: skip
 
-MODELS = {"object": "list", "data": [{"id": "fake-model", "object": "model", "owned_by": "epd-conformance fakes"}]}
+#: The name of the model that is none.
+FAKE_MODEL = "fake-model"
+
+MODELS = {"object": "list", "data": [{"id": FAKE_MODEL, "object": "model", "owned_by": "epd-conformance fakes"}]}
 
 #: What lies behind a URL, for an item with this `uuid` (None: it has none).
 Contents = Callable[[str, str | None], str]

@@ -84,8 +84,8 @@ class Send:
 class Step:
     """Requests that are sent at once, after `pause_s` seconds of nothing.
 
-    `media`: what the fakes serve under /media/NAME from here on. `down`: servers, such as `encode-1`, with whom no connection can be
-    made during the step. `ill`: roles whose servers say at /health that they are not well.
+    `media`: what the fakes serve under /media/NAME from here on. `down`: servers, such as `encode-1`, that take no connection during
+    the step. `ill`: roles whose servers say at /health that they are not well.
     """
 
     sends: tuple[Send, ...]
@@ -188,7 +188,9 @@ def chat(label: str, *parts: dict[str, Any], stream: bool = False, **fields: Any
         {"role": "system", "content": f"system words {mark(label)}"},
         {"role": "user", "content": [*parts, text(f"what is this {mark(label)}")]},
     ]
-    return {"model": "fake-model", "messages": messages, "max_tokens": 4} | ({"stream": True} if stream else {}) | fields
+    return (
+        {"model": "fake-model", "messages": messages, "max_tokens": 4} | ({"stream": True} if stream else {}) | fields
+    )
 
 
 def images(label: str, count: int) -> list[dict[str, Any]]:

@@ -102,7 +102,9 @@ class ProxySession:
             self._end_front()
             front = self._front_of(arrangement)
         url = self._proxy(front, case)
-        limit_s = self.given.limit_s if self.given is not None else case.options.get("timeout_s", under_test.OWN_LIMIT_S)
+        limit_s = (
+            self.given.limit_s if self.given is not None else case.options.get("timeout_s", under_test.OWN_LIMIT_S)
+        )
         got = self._await(self._steps(front, url, case.plan, limit_s + SLACK_S))
         proxy = self.given.to_json() if self.given is not None else {"own": True, "options": dict(case.options)}
         return ProxyEvidence(

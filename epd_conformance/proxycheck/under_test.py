@@ -19,11 +19,13 @@ from urllib.parse import urlsplit
 
 import uvicorn
 
+import epd_conformance
 from epd_conformance.errors import StackError, UsageError
 from epd_conformance.features import Feature
 from epd_conformance.proxy.app import create_app
 from epd_conformance.proxy.config import ProxyConfig, make_config
 from epd_conformance.proxycheck.plan import ARRANGEMENTS, ROLES, Role, servers_of
+from epd_conformance.subject import Implementation, StackInfo, Subject
 
 # Silence of a server that our own proxy bears. Fakes answer at once, so it matters only where a case says another.
 OWN_LIMIT_S = 20.0
@@ -35,6 +37,9 @@ BY_HAND_S = 600.0
 #: What every proxy can be asked for; what else is a feature is declared.
 FEATURES = frozenset({Feature.KV_DISAGGREGATION, Feature.MULTI_PRODUCER, Feature.LORA})
 OWN_FEATURES = FEATURES | {Feature.METADATA_ONLY}
+
+#: The name of our own proxy as a subject.
+OWN = "proxy"
 
 App = Callable[[ProxyConfig], Any]
 
@@ -60,10 +65,36 @@ class Foreign:
         whole = any(match[2] == "prefill" for match in _PLACE.finditer(self.command))
         return tuple(ARRANGEMENTS) if whole else ("proxy-e-pd",)
 
+    def words(self) -> list[str]:
+        """The options that name it again."""
+        found = ["--subject", self.name, "--proxy-limit-s", f"{self.limit_s:g}"]
+        found += [word for feature in sorted(self.features - FEATURES) for word in ("--proxy-feature", str(feature))]
+        if self.ports is None:
+            return [*found, "--proxy-command", self.command]
+        ports = ",".join(f"{role}={','.join(map(str, ports))}" for role, ports in self.ports.items())
+        return [*found, "--proxy-url", self.url, "--proxy-upstreams", ports]
+
     def to_json(self) -> dict[str, Any]:
         """How it was reached, for evidence."""
         ports = {role: list(ports) for role, ports in self.ports.items()} if self.ports is not None else None
         return {"name": self.name, "command": self.command, "url": self.url, "ports": ports, "limitS": self.limit_s}
+
+
+class ProxySubject(Subject):
+    """The proxy as what a run certifies: `given`, or our own. `standing`: the arrangements of the run."""
+
+    def __init__(self, given: Foreign | None, standing: Sequence[str]) -> None:
+        if given is None:
+            version = epd_conformance.__version__
+            self.implementation = Implementation("epd-conformance", "epd-conformance proxy", version)
+        else:
+            self.implementation = Implementation("not known", given.name, "not known")
+        features = OWN_FEATURES if given is None else given.features
+        # What needs a prefill server cannot be shown where there is none.
+        self.features = features if "proxy-e-p-d" in standing else features - {Feature.KV_DISAGGREGATION}
+
+    def connector_config(self, role: str, stack: StackInfo) -> dict[str, Any]:
+        raise UsageError("a proxy configures no connector: its servers are fakes")
 
 
 def foreign(
@@ -131,7 +162,7 @@ def words(command: str, port: int, urls: Mapping[Role, Sequence[str]], limit_s: 
     """A command with the addresses filled in. Raises UsageError for one that lacks a place.
 
     `{port}`: where the proxy shall listen. `{encode_urls}`: all addresses with commas between; `{prefill_urls:none}`: the same, and
-    `none` where there is no such server. A word with `{encode_url}` is repeated for each server, together with the option before it.
+    `none` where there is no such server. A word with `{encode_url}` is repeated for each server, with the option before it.
     `{limit_s}`: the seconds of silence that the proxy shall bear.
     """
     try:

@@ -4,7 +4,20 @@ from __future__ import annotations
 
 from epd_conformance.live.case import requirement
 from epd_conformance.proxycheck.case import ProxyCase
-from epd_conformance.proxycheck.plan import COMPLETIONS, Act, Plan, Send, Step, audio, chat, image, images, mark, once, video
+from epd_conformance.proxycheck.plan import (
+    COMPLETIONS,
+    Act,
+    Plan,
+    Send,
+    Step,
+    audio,
+    chat,
+    image,
+    images,
+    mark,
+    once,
+    video,
+)
 from epd_conformance.pytest_plugin import CellUnderTest
 
 
@@ -55,7 +68,9 @@ def test_each_item_is_primed_once(cell: CellUnderTest) -> None:
     ProxyCase(
         "img2-text",
         "media-only",
-        once(Send("words", chat("words", *images("words", 2), tools=[{"type": "function", "function": {"name": "f"}}]))),
+        once(
+            Send("words", chat("words", *images("words", 2), tools=[{"type": "function", "function": {"name": "f"}}]))
+        ),
     ),
 )
 def test_a_primer_holds_media_only(cell: CellUnderTest) -> None:

@@ -87,7 +87,9 @@ def test_a_stream_begins_after_acceptance(cell: CellUnderTest) -> None:
 
 
 @requirement(
-    "EPD-PROXY-006", ending("cut", "broken-stream", "decode", "cut"), ending("short", "broken-stream", "decode", "short")
+    "EPD-PROXY-006",
+    ending("cut", "broken-stream", "decode", "cut"),
+    ending("short", "broken-stream", "decode", "short"),
 )
 def test_a_broken_stream_ends_as_an_error(cell: CellUnderTest) -> None:
     cell.check()

@@ -218,7 +218,9 @@ def test_kv_parameters_are_handed_over(cell: CellUnderTest) -> None:
 @requirement(
     "EPD-PROXY-032",
     ProxyCase(
-        "img2", "reported", once(sent("one"), sent("two", 2), Send("text", chat("text")), acts=(Act("encode", reports=True),))
+        "img2",
+        "reported",
+        once(sent("one"), sent("two", 2), Send("text", chat("text")), acts=(Act("encode", reports=True),)),
     ),
 )
 def test_what_encode_says_is_handed_over(cell: CellUnderTest) -> None:
@@ -237,9 +239,7 @@ ORDER = {
 
 @requirement(
     "EPD-PROXY-033",
-    ProxyCase(
-        "four", "order", once(Send("order", ORDER), acts=(Act("encode", holding=png("o0"), wait_s=0.05),))
-    ),
+    ProxyCase("four", "order", once(Send("order", ORDER), acts=(Act("encode", holding=png("o0"), wait_s=0.05),))),
 )
 def test_items_keep_their_order(cell: CellUnderTest) -> None:
     cell.check()

@@ -35,7 +35,12 @@ MALFORMED = {
     "number-url": '{"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": 5}]}]}',
 }
 
-PLACES = ("http://127.0.0.1:9/x.png", "http://169.254.169.254/latest/meta-data", "http://[::1]:9/x.png", "file:///etc/passwd")
+PLACES = (
+    "http://127.0.0.1:9/x.png",
+    "http://169.254.169.254/latest/meta-data",
+    "http://[::1]:9/x.png",
+    "file:///etc/passwd",
+)
 
 
 @requirement(
@@ -82,7 +87,9 @@ def test_health_tells_each_role(cell: CellUnderTest) -> None:
             (
                 Step(tuple(Send(label, raw=raw) for label, raw in MALFORMED.items())),
                 Step((Send("completion", raw='{"prompt": ', path=COMPLETIONS),)),
-                Step((Send("good", chat("good", image("good"))), Send("good-stream", chat("good-stream", stream=True)))),
+                Step(
+                    (Send("good", chat("good", image("good"))), Send("good-stream", chat("good-stream", stream=True)))
+                ),
             )
         ),
     ),
