@@ -23,9 +23,10 @@ from epd_conformance.proxycheck.evidence import Seen
 from epd_conformance.proxycheck.plan import CHAT, COMPLETIONS, ROLES, Act, Plan, Role, Step
 
 # vLLM's servers close a socket that was idle for 5 s (VLLM_HTTP_TIMEOUT_KEEP_ALIVE). A request sent at that moment meets a closed
-# connection; to hit the moment every time, a fake takes no request on a connection that was idle for a little less.
-KEEP_ALIVE_S = 5.0
+# connection; to hit the moment every time, a fake takes no request on a connection that was idle for a little less within a cell,
+# and closes none by itself.
 IDLE_LIMIT_S = 4.5
+KEEP_ALIVE_S = 3600.0
 
 # As much as a cell sends, and some: aiohttp's own limit is 1 MiB.
 LARGEST_BODY = 64 << 20
@@ -45,8 +46,6 @@ class Fake:
         self.port = port
         self._runner: web.AppRunner | None = None
         self._site: web.SockSite | None = None
-        # When the last answer on a connection ended.
-        self._idle_since: weakref.WeakKeyDictionary[Any, float] = weakref.WeakKeyDictionary()
 
     @property
     def url(self) -> str:
@@ -97,7 +96,7 @@ class Fake:
             return web.Response(text=content or "", status=404 if content is None else 200, content_type="image/png")
         if request.path == "/health":
             return web.json_response({}, status=503 if self.role in ground.ill else 200)
-        if time.monotonic() - self._idle_since.get(request.transport, time.monotonic()) > IDLE_LIMIT_S:
+        if time.monotonic() - ground.idle_since.get(request.transport, time.monotonic()) > IDLE_LIMIT_S:
             # As if the close had crossed the request on its way: the server never read it.
             return self._cut(request)
         raw = await request.read()
@@ -109,7 +108,7 @@ class Fake:
             raise
         finally:
             if request.transport is not None:
-                self._idle_since[request.transport] = time.monotonic()
+                ground.idle_since[request.transport] = time.monotonic()
 
     @staticmethod
     def _cut(request: web.Request) -> web.StreamResponse:
@@ -211,6 +210,8 @@ class Ground:
         self.ill: tuple[Role, ...] = ()
         self.seen: list[Seen] = []
         self.began = time.monotonic()
+        # When the last answer of this cell on a connection ended.
+        self.idle_since: weakref.WeakKeyDictionary[Any, float] = weakref.WeakKeyDictionary()
         self.host = ""
         self._uuids: dict[str, str] = {}
         self._news = asyncio.Event()
@@ -221,6 +222,7 @@ class Ground:
         self.media, self.ill = {}, ()
         self.seen = []
         self._uuids = {}
+        self.idle_since.clear()
         self.began = time.monotonic()
 
     def step(self, step: Step) -> None:

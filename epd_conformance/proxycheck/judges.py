@@ -598,6 +598,10 @@ def way_back(cell: ProxyEvidence) -> Judgement:
 
     def complaints() -> Iterator[str]:
         for send, got in cell.pairs:
+            for leg in cell.legs(send.label, "prefill", "decode"):
+                wanted = _prompt(send.body, send.path, cell, send.label)
+                if leg.status == 200 and _prompt(leg.body, send.path, cell, send.label) != wanted:
+                    yield f"{send.label}: {leg.server} took another prompt"
             told = _ends_as_error(got) and not send.label.startswith("good")
             if not told and (wrong := _wrong(cell, send, got)) is not None:
                 yield wrong

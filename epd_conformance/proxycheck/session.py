@@ -7,7 +7,7 @@ import contextlib
 import json
 import threading
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -25,7 +25,7 @@ from epd_conformance.proxycheck.under_test import App, Foreign
 T = TypeVar("T")
 
 # What a request may take beyond the silence that the proxy bears: a retry or two, and a busy machine.
-SLACK_S = 10.0
+SLACK_S = 4.0
 
 # The work of a cell that has not ended by itself is looked at once more after so long; a client that left is due in five seconds.
 SETTLE_S = 5.0
@@ -41,7 +41,10 @@ class _Front:
     ground: fakes.Ground
     servers: dict[str, fakes.Fake]
     stack: contextlib.ExitStack
-    proxies: dict[str, str]
+    own: dict[str, under_test.OwnProxy] = field(default_factory=dict)
+    """Our own proxies, by their options."""
+    foreign: str = ""
+    """The address of somebody else's."""
     alive: Callable[[], bool] = lambda: True
 
     @property
@@ -165,7 +168,7 @@ class ProxySession:
             serving = fakes.serving(under_test.fake_ports(self.given, arrangement))
             ground, servers = self._await(serving.__aenter__())
             stack.callback(lambda: self._await(serving.__aexit__(None, None, None)))
-            front = _Front(arrangement, ground, servers, stack, {})
+            front = _Front(arrangement, ground, servers, stack)
             if self.given is not None:
                 self._foreign(front, self.given)
         except BaseException:
@@ -187,7 +190,7 @@ class ProxySession:
         if not self._await(self._answers(url, seconds, front.alive)):
             how = f"see {self.out / LOG}" if given.command else "start it, or correct --proxy-url"
             raise UsageError(f"the proxy does not answer at {url}: {how}")
-        front.proxies[""] = url
+        front.foreign = url
 
     @staticmethod
     async def _answers(url: str, seconds: float, alive: Callable[[], bool]) -> bool:
@@ -200,13 +203,18 @@ class ProxySession:
     def _proxy(self, front: _Front, case: ProxyCase) -> str:
         """The address of the proxy that a case is sent to."""
         if self.given is not None:
-            return front.proxies[""]
+            return front.foreign
         key = json.dumps(dict(case.options), sort_keys=True)
-        if key not in front.proxies:
-            front.proxies[key] = front.stack.enter_context(under_test.own(front.urls, case.options, self.app))
-        return front.proxies[key]
+        if key not in front.own:
+            front.own[key] = under_test.OwnProxy(front.urls, case.options, self.app)
+        return front.own[key].url
 
     def _end_front(self) -> None:
         front, self._front = self._front, None
-        if front is not None:
-            front.stack.close()
+        if front is None:
+            return
+        for proxy in front.own.values():
+            proxy.tell()
+        for proxy in front.own.values():
+            proxy.wait()
+        front.stack.close()

@@ -202,25 +202,32 @@ def _role(name: str) -> Role:
     return next(role for role in ROLES if role == name)
 
 
-@contextlib.contextmanager
-def own(urls: Mapping[Role, Sequence[str]], options: Mapping[str, Any], app: App = create_app) -> Iterator[str]:
-    """Our own proxy in a thread, in front of these servers; its address."""
-    config = make_config(**{role: list(found) for role, found in urls.items()}, **{"timeout_s": OWN_LIMIT_S, **options})
-    listener = socket.create_server(("127.0.0.1", 0), backlog=512)
-    server = uvicorn.Server(
-        uvicorn.Config(app(config), http="httptools", lifespan="on", log_level="critical", timeout_graceful_shutdown=1)
-    )
-    thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
-    thread.start()
-    try:
-        while not server.started:
-            if not thread.is_alive():
+class OwnProxy:
+    """Our own proxy in a thread, in front of these servers; it takes requests at `url` as soon as it is made."""
+
+    def __init__(self, urls: Mapping[Role, Sequence[str]], options: Mapping[str, Any], app: App = create_app) -> None:
+        roles = {role: list(found) for role, found in urls.items()}
+        config = make_config(**roles, **{"timeout_s": OWN_LIMIT_S, **options})
+        listener = socket.create_server(("127.0.0.1", 0), backlog=512)
+        self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        self._server = uvicorn.Server(
+            uvicorn.Config(
+                app(config), http="httptools", lifespan="on", log_level="critical", timeout_graceful_shutdown=1
+            )
+        )
+        self._thread = threading.Thread(target=self._server.run, args=([listener],), daemon=True)
+        self._thread.start()
+        while not self._server.started:
+            if not self._thread.is_alive():
                 raise StackError("our own proxy did not start")
             time.sleep(0.002)
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        thread.join(10)
+
+    def tell(self) -> None:
+        """Have it end; `wait` for it. Apart, so that several end at once: each looks ten times a second whether it shall."""
+        self._server.should_exit = True
+
+    def wait(self) -> None:
+        self._thread.join(10)
 
 
 @contextlib.contextmanager
