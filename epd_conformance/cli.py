@@ -393,10 +393,25 @@ def replay(
 
     from epd_conformance import replay as replays
     from epd_conformance.engine import replaying
+    from epd_conformance.proxycheck import replaying as proxy_replaying
 
     def say(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
+    if (before_fakes := proxy_replaying.read(plan)) is not None:
+        for option, value in (
+            ("subject", subject),
+            ("device", device),
+            ("model", model),
+            ("dtype", dtype),
+            ("boot", boot),
+        ):
+            if value:
+                raise UsageError(f"{plan} was a proxy before fake servers, and is so again: leave out --{option}")
+        judged = proxy_replaying.replay(before_fakes, repeat, say)
+        text = "\n".join(proxy_replaying.lines(before_fakes, judged))
+        print(json.dumps(proxy_replaying.to_json(before_fakes, judged), indent=2) if as_json else text)
+        raise typer.Exit(proxy_replaying.exit_code(judged))
     if (without_servers := replaying.read(plan)) is not None:
         for option, value in (("device", device), ("model", model), ("dtype", dtype), ("boot", boot), ("out", out)):
             if value:

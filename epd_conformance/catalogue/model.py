@@ -25,7 +25,7 @@ SIZED_TOPOLOGY_PATTERN = (
 
 
 def topology_kind(topology: str) -> str:
-    """The kind of a topology that may carry sizes: `2e-1pd` is an `e-pd`, and fakes behind a proxy are `proxy`, however they stand."""
+    """The kind of a topology: `2e-1pd`, which carries sizes, is an `e-pd`; fakes behind a proxy are `proxy`, however they stand."""
     if topology.startswith("proxy-"):
         return "proxy"
     return re.sub(r"\d+", "", topology)

@@ -84,8 +84,8 @@ class Send:
 class Step:
     """Requests that are sent at once, after `pause_s` seconds of nothing.
 
-    `media`: what the fakes serve under /media/NAME from here on. `down`: servers, such as `encode-1`, that take no connection during
-    the step. `ill`: roles whose servers say at /health that they are not well.
+    `media`: what the fakes serve under /media/NAME from here on. `down`: servers, such as `encode-1`, that take no connection in
+    this step. `ill`: roles whose servers say at /health that they are not well.
     """
 
     sends: tuple[Send, ...]
