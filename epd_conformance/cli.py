@@ -399,15 +399,9 @@ def replay(
         print(line, file=sys.stderr, flush=True)
 
     if (before_fakes := proxy_replaying.read(plan)) is not None:
-        for option, value in (
-            ("subject", subject),
-            ("device", device),
-            ("model", model),
-            ("dtype", dtype),
-            ("boot", boot),
-        ):
-            if value:
-                raise UsageError(f"{plan} was a proxy before fake servers, and is so again: leave out --{option}")
+        unused = {"subject": subject, "device": device, "model": model, "dtype": dtype, "boot": boot, "out": out}
+        if given := [option for option, value in unused.items() if value]:
+            raise UsageError(f"{plan} is about a proxy before fake servers: leave out --{given[0]}")
         judged = proxy_replaying.replay(before_fakes, repeat, say)
         text = "\n".join(proxy_replaying.lines(before_fakes, judged))
         print(json.dumps(proxy_replaying.to_json(before_fakes, judged), indent=2) if as_json else text)

@@ -279,7 +279,8 @@ async def serving(names_and_ports: Mapping[str, int]) -> AsyncIterator[tuple[Gro
     try:
         for fake in fakes.values():
             await fake.start()
-        ground.host = next(iter(fakes.values())).url
+        # By a name of its own, so that a proxy can be told to let clients name this host and no other of the machine.
+        ground.host = f"http://localhost:{next(iter(fakes.values())).port}"
         yield ground, fakes
     finally:
         for fake in fakes.values():

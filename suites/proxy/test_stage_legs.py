@@ -146,7 +146,7 @@ def test_no_leg_loses_the_media(cell: CellUnderTest) -> None:
                 for label in ("before", "after")
             )
         ),
-        options={"media_private": True},
+        options={"media_hosts": ["localhost"]},
     ),
 )
 def test_content_behind_a_url_may_change(cell: CellUnderTest) -> None:

@@ -490,5 +490,5 @@ VARIANTS: dict[str, Variant] = {
     "loses reports": variant(of(LosesReports), "032"),
     "swaps items": variant(of(SwapsItems), "013", "033", "034"),
     "shares the body": variant(of(SharesTheBody), "034"),
-    "any address": variant(configured(media_private=True, media_root="/"), "035"),
+    "any address": variant(configured(media_private=True, media_hosts=[], media_root="/"), "035"),
 }
