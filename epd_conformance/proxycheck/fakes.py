@@ -194,9 +194,13 @@ class Fake:
             found = {}
             for number, item in enumerate(made.items(body)):
                 if act.reported in json.dumps(item.part):
-                    key = item.content(content)
-                    metadata = {"content": key, "server": self.name}
-                    found[key] = {"item_indices": [number], "metadata": metadata, "peer_host": self.name}
+                    grid = item.content(content)
+                    metadata = {made.GRID: [grid]}
+                    found[made.digest(grid)] = {
+                        "item_indices": [number],
+                        "metadata": metadata,
+                        "peer_host": self.name,
+                    }
             return {"ec_transfer_params": found}
         return None
 

@@ -52,6 +52,17 @@ def digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
+# Under this name Qwen2-VL's encoder reports the size of an image; the fakes write there which image it was.
+GRID = "image_grid_thw"
+
+
+def numbers(value: Any) -> list[int]:
+    """The numbers of nested lists, which a proxy may have flattened."""
+    if isinstance(value, list):
+        return [number for inner in value for number in numbers(inner)]
+    return [value] if isinstance(value, int) else []
+
+
 @dataclass(frozen=True)
 class Item:
     """A media item of a request: its part, and the kind of it (`image_url`, ..., or a reference, `image_embeds`, ...)."""
@@ -77,16 +88,17 @@ class Item:
             raise Refused(f"{self.kind} holds no media")
         return value
 
-    def content(self, contents: Contents) -> str:
-        """What identifies the content. Raises Refused where there is none."""
+    def content(self, contents: Contents) -> list[int]:
+        """What identifies the content, in the form of a grid: an encode server reports it. Raises Refused where there is none."""
         if self.reference:
             value = self.part[self.kind]
-            # An object has vanished where what an encode server said of it is not there.
-            if not isinstance(value, dict) or not isinstance(value.get("content"), str):
+            grid = numbers(value.get(GRID)) if isinstance(value, dict) else []
+            if len(grid) != 3:
                 raise Refused(f"{self.kind} refers to nothing")
-            return str(value["content"])
+            return grid
         uuid = self.part.get("uuid")
-        return digest(contents(self.payload, uuid if isinstance(uuid, str) else None))
+        key = digest(contents(self.payload, uuid if isinstance(uuid, str) else None))
+        return [1, int(key[:8], 16), int(key[8:], 16)]
 
 
 def items(body: Mapping[str, Any]) -> list[Item]:
