@@ -11,7 +11,7 @@ import aiohttp
 
 from epd_conformance.proxycheck.evidence import Got
 from epd_conformance.proxycheck.fakes import Ground
-from epd_conformance.proxycheck.plan import MEDIA_HOST, Send, mark
+from epd_conformance.proxycheck.plan import MEDIA_HOST, Send, marks
 
 # A client that leaves waits so long for its request to reach the server it waits for.
 REACH_S = 10.0
@@ -39,7 +39,7 @@ async def carry_out(send: Send, url: str, ground: Ground, client: aiohttp.Client
     waited = True
     end = ""
     if send.leaves:
-        reached = asyncio.create_task(ground.until(send.leaves, mark(send.label) if send.leaves != "encode" else ""))
+        reached = asyncio.create_task(ground.until(send.leaves, marks(send)))
         await asyncio.wait({work, reached}, timeout=REACH_S, return_when=asyncio.FIRST_COMPLETED)
         waited = reached.done()
         reached.cancel()

@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
 
-from epd_conformance.proxycheck.made import MEDIA, Contents
-from epd_conformance.proxycheck.plan import COMPLETIONS, MEDIA_HOST, ROLES, Plan, Send, mark
+from epd_conformance.proxycheck.made import Contents
+from epd_conformance.proxycheck.plan import COMPLETIONS, MEDIA_HOST, ROLES, Plan, Send, marks
 
 SCHEMA = "epd-conformance/proxy-cell/v1"
 
@@ -122,30 +122,14 @@ class ProxyEvidence:
 
     def legs(self, label: str, *roles: str) -> list[Seen]:
         """The legs of one request, in order; of these roles, or of all. A leg is known by the request's words and media."""
-        marks = self._marks(label)
+        texts = [text.replace(MEDIA_HOST, self.media) for text in marks(self.send(label)) if text not in self._shared]
         wanted = roles or ROLES
-        return [seen for seen in self.calls if seen.role in wanted and any(text in str(seen.body) for text in marks)]
-
-    def _marks(self, label: str) -> list[str]:
-        body = self.send(label).body
-        found = [mark(label)]
-        parts = [
-            part
-            for message in (body.get("messages") if isinstance(body, dict) else None) or ()
-            for part in (message["content"] if isinstance(message.get("content"), list) else ())
-        ]
-        for part in parts:
-            kind = next((kind for kind in MEDIA if kind in part), None)
-            payload = part[kind] if kind is not None else None
-            value = payload.get("url", payload.get("data")) if isinstance(payload, dict) else payload
-            # One that several requests name tells nothing about whose leg it is.
-            if value and str(value).replace(MEDIA_HOST, "") not in self._shared:
-                found.append(str(value).replace(MEDIA_HOST, self.media))
-        return found
+        return [seen for seen in self.calls if seen.role in wanted and any(text in str(seen.body) for text in texts)]
 
     @cached_property
     def _shared(self) -> set[str]:
-        return {f"/media/{name}" for step in self.plan.steps for name in step.media}
+        # What several requests name tells nothing about whose leg it is.
+        return {f"{MEDIA_HOST}/media/{name}" for step in self.plan.steps for name in step.media}
 
     def contents(self, label: str) -> Contents:
         """What lay behind each URL when this request was sent."""

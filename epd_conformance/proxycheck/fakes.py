@@ -11,7 +11,7 @@ import json
 import socket
 import time
 import weakref
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -269,9 +269,9 @@ class Ground:
         seen, index = place
         seen[index] = replace(seen[index], **changed)
 
-    async def until(self, role: str, text: str) -> None:
-        """Wait until a server of a role has a request with this text in it."""
-        while not any(seen.role == role and text in json.dumps(seen.body) for seen in self.seen):
+    async def until(self, role: str, texts: Sequence[str]) -> None:
+        """Wait until a server of a role has a request with one of these texts in it."""
+        while not any(seen.role == role and any(text in str(seen.body) for text in texts) for seen in self.seen):
             await self._news.wait()
 
 

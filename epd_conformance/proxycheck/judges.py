@@ -15,7 +15,7 @@ from typing import Any
 from epd_conformance.oracle.cell import Judgement
 from epd_conformance.proxycheck import made
 from epd_conformance.proxycheck.evidence import Got, ProxyEvidence, Seen
-from epd_conformance.proxycheck.plan import Send, mark
+from epd_conformance.proxycheck.plan import CHAT, Send, mark
 from epd_conformance.verdict import Verdict
 
 # Time beyond a limit in which an end still counts as in time: the limit is the proxy's, the clock a busy machine's.
@@ -84,6 +84,11 @@ def _wrong_ones(cell: ProxyEvidence) -> Iterator[str]:
             yield wrong
 
 
+def _served(cell: ProxyEvidence) -> list[tuple[Send, Got]]:
+    """The requests, without those through an API that the proxy does not serve: nobody has to serve them all."""
+    return [(send, got) for send, got in cell.pairs if send.path == CHAT or got.status not in (404, 405)]
+
+
 def right(cell: ProxyEvidence) -> Judgement:
     """Every request is answered as a server answers that is asked directly."""
     expected = "the answer that the decode server gives to the client's own request"
@@ -97,7 +102,7 @@ def untouched(cell: ProxyEvidence) -> Judgement:
         for seen in cell.seen:
             if seen.role == "encode" and seen.method == "POST":
                 yield f"{seen.server} got {str(seen.body)[:_SHOWN]}"
-        for send, got in cell.pairs:
+        for send, got in _served(cell):
             if got.status != 200:
                 yield f"{send.label}: {_shown(got)}"
 
@@ -226,7 +231,7 @@ def prefill_fields(cell: ProxyEvidence) -> Judgement:
     """A prefill request is the client's, apart from what is prefill's own."""
 
     def complaints() -> Iterator[str]:
-        for send in cell.plan.sends:
+        for send, _ in _served(cell):
             legs = cell.legs(send.label, "prefill")
             if not legs:
                 yield f"{send.label}: no prefill server got it"
@@ -243,7 +248,7 @@ def one_token(cell: ProxyEvidence) -> Judgement:
     """A prefill server is asked for exactly one token of one choice, and for no stream."""
 
     def complaints() -> Iterator[str]:
-        for send in cell.plan.sends:
+        for send, _ in _served(cell):
             legs = cell.legs(send.label, "prefill")
             if not legs:
                 yield f"{send.label}: no prefill server got it"
@@ -307,7 +312,7 @@ def answer_options(cell: ProxyEvidence) -> Judgement:
     """The decode server gets every option of the client's, and the client what was answered."""
 
     def complaints() -> Iterator[str]:
-        for send, got in cell.pairs:
+        for send, got in _served(cell):
             for leg in cell.legs(send.label, "decode"):
                 if changed := _changed(leg.body, send.body, DECODE_OWN):
                     yield f"{send.label}: decode got another {', '.join(changed)}"
@@ -388,10 +393,21 @@ def reported(cell: ProxyEvidence) -> Judgement:
                 missing = [
                     key for key, value in told.items() if (taken.get(key) or {}).get("peer_host") != value["peer_host"]
                 ]
-                if missing or set(taken) - set(told):
+                others = {key for one in cell.calls for key in (one.told or {}).get("ec_transfer_params") or {}} - set(
+                    told
+                )
+                if missing or others & set(taken):
                     yield f"{send.label}: encode told {sorted(told)}, and {leg.server} got {sorted(taken)}"
 
     return _first("ec-lost", "legs", "what encode returned, for the server that loads", complaints(), "handed over")
+
+
+def _body_id(got: Got) -> str:
+    """The id in an answer's body; empty where there is none."""
+    try:
+        return str(json.loads(got.body)["id"])
+    except (ValueError, KeyError, TypeError):
+        return ""
 
 
 def one_id(cell: ProxyEvidence) -> Judgement:
@@ -399,9 +415,9 @@ def one_id(cell: ProxyEvidence) -> Judgement:
 
     def complaints() -> Iterator[str]:
         for send, got in cell.pairs:
-            given = got.headers.get("x-request-id", got.request_id)
+            given = got.headers.get("x-request-id") or got.request_id or _body_id(got)
             if not given:
-                yield f"{send.label}: the answer has no X-Request-Id"
+                yield f"{send.label}: the answer has no id"
                 continue
             for leg in cell.legs(send.label):
                 if given not in leg.request_id:
@@ -434,7 +450,7 @@ def one_error(cell: ProxyEvidence) -> Judgement:
                 whole = False
             if not (got.status or 0) >= 400 or got.end != "whole" or not whole or _is_stream(got):
                 yield f"{send.label}: {_shown(got)}"
-            elif missing := [word for word in wanted if word not in got.body]:
+            elif missing := [word for word in wanted if word.lower() not in got.body.lower()]:
                 yield f"{send.label}: the error does not name {', '.join(missing)}: {got.body[:_SHOWN]!r}"
 
     expected = f"one JSON error that names {stage}, {'its status and ' if status is not None else ''}the request id"
@@ -542,7 +558,7 @@ def adapter(cell: ProxyEvidence) -> Judgement:
 
     def complaints() -> Iterator[str]:
         for send, got in cell.pairs:
-            told = (got.status or 0) >= 400 and send.body["model"] in got.body and "encode" in got.body
+            told = (got.status or 0) >= 400 and send.body["model"] in got.body and "encode" in got.body.lower()
             if not told and (wrong := _wrong(cell, send, got)) is not None:
                 yield wrong
 

@@ -146,6 +146,19 @@ def mark(label: str) -> str:
     return f"about-{label}."
 
 
+def marks(send: Send) -> list[str]:
+    """The texts by which a leg of a request is known: its words, and its media, of which a primer holds nothing else."""
+    found = [mark(send.label)]
+    messages = send.body.get("messages") if isinstance(send.body, dict) else None
+    for message in messages or ():
+        for part in message["content"] if isinstance(message.get("content"), list) else ():
+            for value in part.values():
+                payload = value.get("url", value.get("data")) if isinstance(value, dict) else None
+                if isinstance(payload, str):
+                    found.append(payload)
+    return found
+
+
 def png(name: str) -> str:
     """A PNG of one pixel that is another for each name, as a `data:` URL."""
 

@@ -130,8 +130,11 @@ def test_a_silent_stage_ends_in_time(cell: CellUnderTest) -> None:
 
 
 def leaving(role: Role) -> ProxyCase:
-    send = Send(role, chat(role, image(role), stream=True), leaves=role)
-    return ProxyCase(role, "work-ends", once(send, acts=(Act(role, end="never"),)), stands(role))
+    sends = (
+        Send("plain", chat("plain", image("plain")), leaves=role),
+        Send("streamed", chat("streamed", image("streamed"), stream=True), leaves=role),
+    )
+    return ProxyCase(role, "work-ends", once(*sends, acts=(Act(role, end="never"),)), stands(role))
 
 
 @requirement(

@@ -144,7 +144,9 @@ def test_no_leg_loses_the_media(cell: CellUnderTest) -> None:
                     media={"pic": f"content {label}"},
                 )
                 for label in ("before", "after")
-            )
+            ),
+            # Where a proxy sends what encode reported instead of the media, that has to be about this content.
+            (Act("encode", reports=True),),
         ),
         options={"media_hosts": ["localhost"]},
     ),
