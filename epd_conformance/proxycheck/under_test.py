@@ -88,7 +88,7 @@ class ProxySubject(Subject):
             version = epd_conformance.__version__
             self.implementation = Implementation("epd-conformance", "epd-conformance proxy", version)
         else:
-            self.implementation = Implementation("not known", given.name, "not known")
+            self.implementation = Implementation("", given.name, "")
         features = OWN_FEATURES if given is None else given.features
         # What needs a prefill server cannot be shown where there is none.
         self.features = features if "proxy-e-p-d" in standing else features - {Feature.KV_DISAGGREGATION}
