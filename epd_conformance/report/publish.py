@@ -139,7 +139,8 @@ def readme(report: Report) -> str:
         "",
         f"**{render_text.summary_lines(report)[0]}**",
         "",
-        f"{beside}{report.summary['executed']} of {report.summary['expected']} expected cells ran, {report.summary['pass']} passed.",
+        f"{beside}{report.summary['executed']} of {report.summary['expected']} expected cells ran, "
+        f"{report.summary['pass']} passed.",
         "",
         f"{ran_on}{report.run.started:%Y-%m-%d}; suite {report.suite.version}.",
         "",
