@@ -23,6 +23,7 @@ import epd_conformance
 from epd_conformance import catalogue as catalogues
 from epd_conformance import subject as subjects
 from epd_conformance.catalogue import ConformanceLevel
+from epd_conformance.catalogue.model import topology_kind
 from epd_conformance.errors import StackError, UsageError
 from epd_conformance.features import Feature
 from epd_conformance.store_cli import app as store_app
@@ -85,7 +86,7 @@ def _root(
 def run(
     subject: SubjectOption = "",
     profile: Annotated[
-        str, typer.Option(help="contract, scheduler, aggregated, e-pd, e-p-d, all, or sizes such as 2e-1pd")
+        str, typer.Option(help="contract, scheduler, proxy, aggregated, e-pd, e-p-d, all, or sizes such as 2e-1pd")
     ] = "e-pd",
     level: Annotated[ConformanceLevel, typer.Option(help="core: the path works and answers are equal")] = (
         ConformanceLevel.FULL
@@ -107,6 +108,20 @@ def run(
     ] = None,
     cell: Annotated[list[str] | None, typer.Option(help="run only this cell (may be repeated)")] = None,
     keyword: Annotated[str, typer.Option("-k", help="run only tests that match, as in pytest (develop mode)")] = "",
+    proxy_command: Annotated[
+        str,
+        typer.Option(help="profile proxy: starts your proxy, with {port}, {encode_urls}, {decode_urls} … filled in"),
+    ] = "",
+    proxy_url: Annotated[str, typer.Option(help="profile proxy: where your proxy runs (with --proxy-upstreams)")] = "",
+    proxy_upstreams: Annotated[
+        str, typer.Option(help="ports where it looks for its servers, such as encode=9101,9102,decode=9104")
+    ] = "",
+    proxy_limit_s: Annotated[
+        float | None, typer.Option(help="seconds of a server's silence that it bears (60)")
+    ] = None,
+    proxy_feature: Annotated[
+        list[str] | None, typer.Option(help="a feature that it has, such as metadata_only (may be repeated)")
+    ] = None,
     known: Annotated[
         Path | None, typer.Option(help="TOML file of known deviations, waivers and flaky cells (develop mode)")
     ] = None,
@@ -122,6 +137,8 @@ def run(
     from epd_conformance.report import render_text
     from epd_conformance.report.writer import REPORT_NAME
 
+    if topology_kind(profile) == "proxy":
+        subject = subject or "proxy"
     if not subject and attach is None:
         raise UsageError("a run needs a subject: add --subject reference (or your own), or --attach")
     arguments = ["--profile", profile, "--level", level, "--device", device, "--model", model]
@@ -130,6 +147,16 @@ def run(
     arguments += ["--examples", str(examples)] if examples is not None else []
     for option, value in (("--subject", subject), ("--dtype", dtype), ("--boot", boot), ("-k", keyword)):
         arguments += [option, value] if value else []
+    for option, value in (
+        ("--proxy-command", proxy_command),
+        ("--proxy-url", proxy_url),
+        ("--proxy-upstreams", proxy_upstreams),
+        ("--proxy-limit-s", "" if proxy_limit_s is None else str(proxy_limit_s)),
+    ):
+        # A value that begins with a dash is one all the same.
+        arguments += [f"{option}={value}"] if value else []
+    for feature in proxy_feature or ():
+        arguments += ["--proxy-feature", feature]
     for option, path in (("--out", out), ("--attach", attach), ("--known", known), ("--junitxml", junitxml)):
         arguments += [option, str(path)] if path else []
     if junitxml is not None:
@@ -238,14 +265,14 @@ def list_(
     topology: Annotated[str, typer.Option(help="only what applies to this topology")] = "",
     status: Annotated[str, typer.Option(help="only active ones (with a test) or planned ones")] = "",
     level: Annotated[str, typer.Option(help="only MUST, SHOULD or MAY")] = "",
-    layer: Annotated[str, typer.Option(help="only this layer of testing: contract, scheduler or live")] = "",
+    layer: Annotated[str, typer.Option(help="only this layer of testing: contract, scheduler, proxy or live")] = "",
     feature: Annotated[str, typer.Option(help="only what is asked of subjects with this feature")] = "",
     features: Annotated[bool, typer.Option("--features", help="list the features a subject may declare")] = False,
     cells: Annotated[bool, typer.Option("--cells", help="list the cells of a profile")] = False,
     not_testable: Annotated[
         bool, typer.Option("--not-testable", help="list what no test of this suite can show, and why")
     ] = False,
-    subject: SubjectOption = "reference",
+    subject: SubjectOption = "",
     profile: Annotated[str, typer.Option(help="the profile whose cells are listed")] = "all",
     as_json: JsonOption = False,
 ) -> None:
@@ -278,6 +305,7 @@ def list_(
         shown = listing.not_testable(untestable)
     elif cells:
         found = {item.id for item in listing.choose(catalogue, **wanted)}
+        subject = subject or ("proxy" if topology_kind(profile) == "proxy" else "reference")
         keep = _pytest(["--subject", subject, "--profile", profile, "--collect-only"])
         if keep.run is None:
             raise typer.Exit(2)
@@ -366,10 +394,19 @@ def replay(
 
     from epd_conformance import replay as replays
     from epd_conformance.engine import replaying
+    from epd_conformance.proxycheck import replaying as proxy_replaying
 
     def say(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
+    if (before_fakes := proxy_replaying.read(plan)) is not None:
+        unused = {"subject": subject, "device": device, "model": model, "dtype": dtype, "boot": boot, "out": out}
+        if given := [option for option, value in unused.items() if value]:
+            raise UsageError(f"{plan} is about a proxy before fake servers: leave out --{given[0]}")
+        judged = proxy_replaying.replay(before_fakes, repeat, say)
+        text = "\n".join(proxy_replaying.lines(before_fakes, judged))
+        print(json.dumps(proxy_replaying.to_json(before_fakes, judged), indent=2) if as_json else text)
+        raise typer.Exit(proxy_replaying.exit_code(judged))
     if (without_servers := replaying.read(plan, profile)) is not None:
         for option, value in (("device", device), ("model", model), ("dtype", dtype), ("boot", boot), ("out", out)):
             if value:

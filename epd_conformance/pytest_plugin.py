@@ -25,6 +25,7 @@ from epd_conformance.errors import UsageError
 from epd_conformance.live.case import MARK, AnyCase
 from epd_conformance.oracle.cell import Judgement
 from epd_conformance.progress import Progress, Relay
+from epd_conformance.proxycheck import under_test
 from epd_conformance.report import render_text, schema
 from epd_conformance.run import AnyCell, Options, Planted, Run, default_seed, result_code
 from epd_conformance.verdict import EXCUSED, Mode, Verdict
@@ -58,7 +59,9 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
     group.addoption(
         "--subject", help="what to certify: reference, vllm-example, an entry point, module:Class, or file.toml"
     )
-    group.addoption("--profile", default="e-pd", help="contract, scheduler, aggregated, e-pd, e-p-d, all, or 2e-1pd")
+    group.addoption(
+        "--profile", default="e-pd", help="contract, scheduler, proxy, aggregated, e-pd, e-p-d, all, or 2e-1pd"
+    )
     group.addoption("--level", default="full", choices=[str(level) for level in ConformanceLevel])
     group.addoption("--device", default="cpu", help="cpu or cuda")
     group.addoption(
@@ -75,6 +78,11 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
         type=int,
         help="plans that the profiles contract and scheduler draw (default: by mode)",
     )
+    group.addoption("--proxy-command", default="", help="profile proxy: the command that starts somebody else's proxy")
+    group.addoption("--proxy-url", default="", help="profile proxy: where somebody else's proxy runs")
+    group.addoption("--proxy-upstreams", default="", help="ports where it looks for its servers: encode=P,P,decode=P")
+    group.addoption("--proxy-limit-s", default=None, type=float, help="seconds of silence that it bears (60)")
+    group.addoption("--proxy-feature", action="append", default=[], help="a feature that it has, such as metadata_only")
     group.addoption("--boot", default="", help="how servers start: fork (CPU only, fast) or plain")
     group.addoption("--cell", action="append", default=[], help="run only this cell (may be repeated)")
     group.addoption("--known", default=None, help="TOML file: known deviations, waivers, flaky cells (develop mode)")
@@ -95,7 +103,19 @@ def pytest_configure(config: pytest.Config) -> None:
         return
     option = config.getoption
     attach = Path(attach) if attach else None
+    try:
+        foreign = under_test.foreign(
+            option("--proxy-command"),
+            option("--proxy-url"),
+            option("--proxy-upstreams"),
+            option("--proxy-limit-s"),
+            option("--proxy-feature"),
+            option("--subject") or "",
+        )
+    except UsageError as error:
+        raise pytest.UsageError(str(error)) from None
     options = Options(
+        foreign=foreign,
         subject=option("--subject") or "",
         profile=option("--profile"),
         level=ConformanceLevel(option("--level")),

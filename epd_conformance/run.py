@@ -51,6 +51,12 @@ from epd_conformance.oracle.baselines import BaselineAnswers
 from epd_conformance.oracle.cell import Judgement
 from epd_conformance.parallel import Share
 from epd_conformance.progress import Progress
+from epd_conformance.proxy.app import create_app
+from epd_conformance.proxycheck import made, under_test
+from epd_conformance.proxycheck.case import ProxyCase, ProxyCell
+from epd_conformance.proxycheck.plan import ARRANGEMENTS
+from epd_conformance.proxycheck.session import LOG as PROXY_LOG
+from epd_conformance.proxycheck.session import ProxySession
 from epd_conformance.report import merge, schema, writer
 from epd_conformance.report.failure import failure_text
 from epd_conformance.runtime import doctor, vllm_info
@@ -58,7 +64,7 @@ from epd_conformance.topology import claims
 from epd_conformance.topology.launcher import Boot
 from epd_conformance.topology.spec import Topology
 from epd_conformance.topology.stack import AnySite, ModelUse, Site, Stack
-from epd_conformance.verdict import Mode, Verdict, exit_code
+from epd_conformance.verdict import Mode, Owner, Verdict, exit_code
 
 PROFILES: dict[str, tuple[str, ...]] = {
     "aggregated": ("aggregated",),
@@ -67,12 +73,14 @@ PROFILES: dict[str, tuple[str, ...]] = {
     "all": ("aggregated", "e-pd", "e-p-d"),
     "contract": ("contract",),
     "scheduler": ("scheduler",),
+    "proxy": tuple(ARRANGEMENTS),
+    **{name: (name,) for name in ARRANGEMENTS},
 }
 # The most items of each modality in one prompt: three images is what the largest case sends.
 MEDIA_LIMITS = {"image": 4}
 
 
-AnyCell = PlannedCell | EngineCell
+AnyCell = PlannedCell | EngineCell | ProxyCell
 
 
 @dataclass(frozen=True)
@@ -97,11 +105,18 @@ class Options:
     allure: Path | None = None
     examples: int | None = None
     """Plans that a layer without servers draws; None: as the mode has it."""
+    foreign: under_test.Foreign | None = None
+    """Somebody else's proxy, for the profile `proxy`; None: our own."""
 
     @property
     def in_process(self) -> bool:
         """Whether the profile is a layer without servers."""
-        return self.profile in IN_PROCESS
+        return topology_kind(self.profile) in IN_PROCESS
+
+    @property
+    def of_proxy(self) -> bool:
+        """Whether the profile is about a proxy before fake servers, so that the proxy is what is certified."""
+        return topology_kind(self.profile) == "proxy"
 
     def drawn(self) -> int:
         """How many plans a layer without servers draws."""
@@ -128,6 +143,34 @@ class Options:
 def default_seed(attach: Path | None) -> int:
     """The seed where none is given: 0; a new one against attached servers, which may still hold the items of a run before."""
     return schema.CERTIFY_SEED if attach is None else secrets.randbelow(2**31)
+
+
+def proxy_options(options: Options) -> Options:
+    """The options of a profile `proxy`, with the arrangements that the proxy under test can stand in. Raises UsageError."""
+    if not options.of_proxy:
+        if options.foreign is not None:
+            raise UsageError("--proxy-command and --proxy-url are for the profile proxy: add --profile proxy")
+        return options
+    if options.attach is not None:
+        raise UsageError("the profile proxy has fake servers: leave out --attach")
+    given = options.foreign
+    if given is None:
+        if options.subject not in ("", under_test.OWN):
+            raise UsageError(
+                f"the profile {options.profile} asks about the proxy, whatever connector runs behind it: leave out --subject, or "
+                "say whose proxy it is with --proxy-command or --proxy-url"
+            )
+        return replace(options, subject=under_test.OWN)
+    if options.mode is Mode.CERTIFY:
+        raise UsageError(
+            "--mode certify: nobody here knows which version of somebody else's proxy runs: leave out --mode certify"
+        )
+    standing = given.arrangements
+    if options.profile != "proxy" and options.profile not in standing:
+        raise UsageError(f"the proxy stands as {', '.join(standing)}: leave out --profile {options.profile}")
+    if options.profile == "proxy" and len(standing) == 1:
+        options = replace(options, profile=standing[0])
+    return replace(options, subject=given.name)
 
 
 def attached_options(options: Options, attachment: Attachment) -> Options:
@@ -167,6 +210,7 @@ class Planted:
     recorder: bool = True
     salted: bool = True
     before_cell: Callable[[LiveSession, PlannedCell], None] | None = None
+    proxy: under_test.App = create_app
 
 
 @dataclass
@@ -182,6 +226,7 @@ class Run:
     def __post_init__(self) -> None:
         self.attachment: Attachment | None = None
         described = None
+        self.options = proxy_options(self.options)
         if self.options.attach is not None:
             self.attachment = attachments.load(self.options.attach)
             described = self.attachment.subject
@@ -192,7 +237,7 @@ class Run:
         self.topologies = options.topologies()
         self._refuse_in_process()
         self.catalogue: Catalogue = catalogues.load()
-        self.subject = AttachedSubject(described) if described is not None else subjects.load(options.subject)
+        self.subject = self._subject(described)
         self.boot = options.how()
         self.suite_digest = suite_digest()
         self.modified = release.modified(Path(__file__).parent, self.suite_digest)
@@ -208,7 +253,7 @@ class Run:
             features=self.subject.features,
             level=options.level,
         )
-        self.label = model_label(options.model)
+        self.label = made.FAKE_MODEL if options.of_proxy else model_label(options.model)
         self.collected: list[ExpectedCell] = []
         self.planned: dict[str, AnyCell] = {}
         self.judged = 0
@@ -222,6 +267,7 @@ class Run:
         self._attached: attached.Found | None = None
         self._session: LiveSession | None = None
         self._engine: EngineSession | None = None
+        self._proxies: ProxySession | None = None
         self._configurations = Configurations(strict=options.mode is Mode.CERTIFY, warn=self._warn)
         self._configured: set[tuple[str, str]] = set()
         self._warned: set[str] = set()
@@ -229,14 +275,19 @@ class Run:
         self._devices: set[str] = set()
         self._backends: set[str] = set()
 
+    def _subject(self, described: attachments.AttachedImplementation | None) -> subjects.Subject:
+        options = self.options
+        if options.of_proxy:
+            return under_test.ProxySubject(options.foreign, self.topologies)
+        return AttachedSubject(described) if described is not None else subjects.load(options.subject)
+
     def _refuse_in_process(self) -> None:
         """Options that mean nothing for what is asked. Raises UsageError."""
         options = self.options
+        if options.examples is not None and (not options.in_process or options.of_proxy):
+            drawing = ", ".join(name for name in IN_PROCESS if name != "proxy")
+            raise UsageError(f"--examples says how many plans the profiles {drawing} draw: leave it out")
         if not options.in_process:
-            if options.examples is not None:
-                raise UsageError(
-                    f"--examples says how many plans the profiles {', '.join(IN_PROCESS)} draw: leave it out"
-                )
             return
         for name in ("device", "model", "dtype", "boot"):
             if getattr(options, name) != _DEFAULTS[name]:
@@ -277,6 +328,8 @@ class Run:
                 cell: AnyCell
                 if isinstance(case, EngineCase):
                     cell = EngineCell(identifier, name, requirement.owner, case)
+                elif isinstance(case, ProxyCase):
+                    cell = ProxyCell(identifier, name, requirement.owner, case)
                 else:
                     cell = PlannedCell(identifier, name, requirement.owner, case)
                 if cell.id not in self.planned:
@@ -303,11 +356,14 @@ class Run:
             self._attached = attached.look(self.attachment)
             # A name is all that is known of it.
             self.model = ModelUse(self.attachment.model, self.attachment.model, "", MEDIA_LIMITS, local=False)
+        elif options.of_proxy:
+            # Fakes: neither vLLM nor a model.
+            self.model = ModelUse("", "", "", {}, local=False)
         else:
             self.vllm = vllm_info.require()
             doctor.preflight(self.vllm)
             self.model = model_use(options)
-        if options.mode is Mode.CERTIFY and not self.model.digest:
+        if options.mode is Mode.CERTIFY and not options.of_proxy and not self.model.digest:
             raise UsageError(
                 f"--mode certify names the model by its digest, and that of {options.model} is not known: "
                 "give a zoo name, a folder, or org/name@commit with all 40 digits of the commit"
@@ -367,6 +423,7 @@ class Run:
                 seed=options.seed,
                 command=(Path(sys.argv[0]).name, *sys.argv[1:]),
                 started=datetime.now(UTC),
+                certifies=Owner.PROXY if options.of_proxy else Owner.CONNECTOR,
             ),
             subject=schema.SubjectInfo(
                 name=options.subject,
@@ -438,6 +495,31 @@ class Run:
             )
         return self._engine
 
+    def _carry_out_proxy(self, cell: ProxyCell) -> schema.CellRecord:
+        began = time.monotonic()
+        artifacts: list[str] = []
+        more: list[str] = []
+        try:
+            if self._proxies is None:
+                self._proxies = ProxySession(
+                    self.out, self.options.foreign, app=self.planted.proxy, say=self.progress.say
+                )
+            judgement, path = self._proxies.judge(cell)
+            artifacts.append(path.relative_to(self.out).as_posix())
+            if (self.out / PROXY_LOG).is_file():
+                artifacts.append(PROXY_LOG)
+            if judgement.verdict is not Verdict.PASS:
+                more.append(f"carry it out: {shlex.join(['epd-conformance', 'replay', str(path)])}")
+        except Exception as error:
+            usage = isinstance(error, UsageError)
+            if usage and not self.judged:
+                raise
+            reason = "usage" if usage else "stack" if isinstance(error, StackError) else "harness"
+            observed = traceback.format_exc() if reason == "harness" else str(error)
+            expected = "the proxy can be asked, and the cell judged"
+            judgement = Judgement(Verdict.ERROR, reason=reason, expected=expected, observed=observed)
+        return self.record(cell, judgement, time.monotonic() - began, artifacts, more)
+
     def _carry_out_engine(self, cell: EngineCell) -> schema.CellRecord:
         began = time.monotonic()
         artifacts: list[str] = []
@@ -472,6 +554,8 @@ class Run:
         """Run one cell, judge it, and write the result down. Raises UsageError where nothing of the run can work."""
         if isinstance(cell, EngineCell):
             return self._carry_out_engine(cell)
+        if isinstance(cell, ProxyCell):
+            return self._carry_out_proxy(cell)
         began = time.monotonic()
         if self._attached is not None and (refusal := self._attached.given.refusal(cell.case.judge)) is not None:
             return self.record(cell, refusal, 0.0)
@@ -600,6 +684,10 @@ class Run:
             words = ["epd-conformance", "run", "--attach", str(options.attach)]
             words += ["--subject", options.subject] if attachment.subject is None else []
             return shlex.join([*words, "--seed", str(options.seed), "--cell", cell.id])
+        if options.of_proxy:
+            words = ["epd-conformance", "run", "--profile", cell.topology]
+            words += options.foreign.words() if options.foreign is not None else []
+            return shlex.join([*words, "--cell", cell.id])
         words = ["epd-conformance", "run", "--subject", options.subject, "--profile", cell.topology]
         if options.in_process:
             words += ["--seed", str(options.seed)]
@@ -635,6 +723,9 @@ class Run:
         """End every process of the run."""
         site, self._site, self._session = self._site, None, None
         engine, self._engine = self._engine, None
+        proxies, self._proxies = self._proxies, None
+        if proxies is not None:
+            proxies.__exit__(None, None, None)
         if engine is not None:
             engine.__exit__(None, None, None)
         if site is not None:
@@ -695,6 +786,10 @@ class Run:
     def _environment(self, site: AnySite | None = None) -> schema.EnvironmentInfo:
         if self._attached is not None:
             return self._attached.environment()
+        if self.options.of_proxy:
+            details: dict[str, Any] = {"fakes": True, "cores": os.cpu_count() or 0}
+            system = f"{platform.system()} {platform.machine()}"
+            return schema.EnvironmentInfo(platform=system, python=platform.python_version(), details=details)
         patches = site.patches() if site is not None else []
         return schema.EnvironmentInfo(
             vllm_version=self.vllm.version,

@@ -12,18 +12,22 @@ from epd_conformance.features import Feature
 from epd_conformance.verdict import Level, Owner
 
 # Layers without servers stand where a topology stands: what they show does not depend on how servers are arranged.
-InProcess = Literal["contract", "scheduler"]
+InProcess = Literal["contract", "scheduler", "proxy"]
 IN_PROCESS: tuple[str, ...] = get_args(InProcess)
 
-Topology = Literal["contract", "scheduler", "aggregated", "e-pd", "p-d", "e-p-d"]
+Topology = Literal["contract", "scheduler", "proxy", "aggregated", "e-pd", "p-d", "e-p-d"]
 TOPOLOGIES: tuple[str, ...] = get_args(Topology)
 
-# A kind, or a kind with sizes such as 2e-1pd.
-SIZED_TOPOLOGY_PATTERN = r"^(contract|scheduler|aggregated|e-pd|p-d|e-p-d|\d+e-\d+pd|\d+p-\d+d|\d+e-\d+p-\d+d)$"
+# A kind, a kind with sizes such as 2e-1pd, or how fake servers stand behind a proxy.
+SIZED_TOPOLOGY_PATTERN = (
+    r"^(contract|scheduler|proxy-e-pd|proxy-e-p-d|aggregated|e-pd|p-d|e-p-d|\d+e-\d+pd|\d+p-\d+d|\d+e-\d+p-\d+d)$"
+)
 
 
 def topology_kind(topology: str) -> str:
-    """The kind of a topology that may carry sizes: `2e-1pd` is an `e-pd`."""
+    """The kind of a topology: `2e-1pd`, which carries sizes, is an `e-pd`; fakes behind a proxy are `proxy`, however they stand."""
+    if topology.startswith("proxy-"):
+        return "proxy"
     return re.sub(r"\d+", "", topology)
 
 
@@ -43,11 +47,12 @@ class Status(StrEnum):
 
 
 class Layer(StrEnum):
-    """The cheapest layer that shows it: connector objects in process, vLLM's scheduler without a model, or
-    real servers."""
+    """The cheapest layer that shows it: connector objects in process, vLLM's scheduler without a model, a proxy before fake
+    servers, or real servers."""
 
     CONTRACT = "contract"
     SCHEDULER = "scheduler"
+    PROXY = "proxy"
     LIVE = "live"
 
 
@@ -81,9 +86,9 @@ class Requirement(BaseModel):
     (a vLLM file, a public issue or pull request), `since` the version of this suite that released the id:
     from then on its meaning is fixed.
 
-    `topologies` says where it is asked. A requirement of layer `contract` or `scheduler` has the name of its layer there, one of
-    `contract` also `scheduler` where plans show it (they run in both); a live one may name `contract` and `scheduler` beside its
-    topologies where the engine driver can find it broken as well.
+    `topologies` says where it is asked. A requirement of another layer than `live` has the name of its layer there, one of
+    `contract` also `scheduler` where plans show it (they run in both); a live one may name `contract`, `scheduler` or `proxy`
+    beside its topologies where it can be found broken without servers as well.
 
     `covers` says which of the facts that the catalogue was made from this requirement answers for: `I5` is an
     invariant of the contract between engine and EC connector, `S3` a line of the analysis of encoder

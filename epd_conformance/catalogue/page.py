@@ -55,9 +55,9 @@ Everything that the suite asks, in numbered sentences. `epd-conformance list` pr
 * **Status**: `active` has a test and counts. `planned` has none yet: a report says how many there are, and counts them as
   nothing else.
 * **Layer**: the cheapest one that shows it. `contract`: the connector's objects in process. `scheduler`: vLLM's scheduler
-  without a model. `live`: real servers behind a proxy. A requirement of the first two does not depend on how servers are
-  arranged: where others have topologies it has its layer's name. One of `contract` that plans show is asked in `scheduler` as
-  well; so is a live one in either that it has beside its topologies.
+  without a model. `proxy`: a proxy in front of fake servers. `live`: real servers behind a proxy. A requirement of the first
+  three does not depend on how servers are arranged: where others have topologies it has its layer's name. One of `contract` that
+  plans show is asked in `scheduler` as well; so is a live one in any layer that it has beside its topologies.
 * **Level of a run**: `core` (the path works and answers are equal) or `full` (everything).
 * **Needs**: features that a subject must declare; without them the requirement is listed as not verified.
 * **Only on**: environment classes, where not all of them can show it.

@@ -10,6 +10,7 @@ import pytest
 from epd_conformance.catalogue.model import IN_PROCESS
 from epd_conformance.engine.case import EngineCase
 from epd_conformance.plans.plan import Draw, Plan
+from epd_conformance.proxycheck.case import ProxyCase
 
 MARK = "requirement"
 
@@ -27,12 +28,14 @@ class Case:
     exact: bool = True
 
 
-AnyCase = Case | EngineCase
+AnyCase = Case | EngineCase | ProxyCase
 
 
 def belongs(case: AnyCase, topology: str) -> bool:
     """Whether a case is one of this topology's, or layer's: a requirement may be asked both with servers and without."""
-    return isinstance(case, EngineCase) is (topology in IN_PROCESS)
+    if isinstance(case, ProxyCase):
+        return topology in case.arrangements
+    return not topology.startswith("proxy-") and isinstance(case, EngineCase) is (topology in IN_PROCESS)
 
 
 def requirement(requirement_id: str, *cases: AnyCase) -> pytest.MarkDecorator:

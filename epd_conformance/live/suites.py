@@ -23,10 +23,11 @@ from epd_conformance.live.layout import Layout
 from epd_conformance.live.session import relevant
 from epd_conformance.models import zoo
 from epd_conformance.plans.plan import Plan, Request, lengthen
+from epd_conformance.proxycheck.case import ProxyCase
 from epd_conformance.report import schema
 from epd_conformance.topology.spec import Topology
 
-C = TypeVar("C", Case, EngineCase)
+C = TypeVar("C", Case, EngineCase, ProxyCase)
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,11 @@ class Suite:
     def engine_case(self, requirement: str, name: str) -> EngineCase | None:
         """The same for a cell of a layer without servers."""
         return next((case for case in self._cases(requirement, EngineCase) if case.name == name), None)
+
+    def proxy_case(self, requirement: str, name: str, arrangement: str) -> ProxyCase | None:
+        """The same for a cell of the layer `proxy`."""
+        found = (case for case in self._cases(requirement, ProxyCase) if arrangement in case.arrangements)
+        return next((case for case in found if case.name == name), None)
 
     def _cases(self, requirement: str, kind: type[C]) -> Iterator[C]:
         return (case for case in self.cases.get(requirement, ()) if isinstance(case, kind))

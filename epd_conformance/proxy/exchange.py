@@ -15,7 +15,7 @@ from typing import Any, Literal
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
-from epd_conformance.proxy.media import MediaItem, extract_items, replace_parts
+from epd_conformance.proxy.media import MediaItem, extract_items, holds_media, replace_parts
 from epd_conformance.proxy.policy import Fetcher, MediaPolicy, urls_in
 from epd_conformance.proxy.stages import DEADLINE_HEADER, Call, Stages, one_prompt
 from epd_conformance.proxy.upstreams import CHAT_PATH, Answer, Leg, StageError
@@ -456,7 +456,8 @@ class PassThrough(Exchange):
             return await self.stages.upstreams.open(method, leg, target, headers, raw or None)
 
     async def _check(self, raw: bytes) -> None:
-        """The media policy, for any API: no server shall fetch through us what it must not fetch for a chat request."""
+        """The media policy, for any API: no server shall fetch through us what it must not fetch for a chat request. Media pass the
+        encode servers by, and the answer says so."""
         if b'"' not in raw or b":" not in raw:
             return
         try:
@@ -466,6 +467,9 @@ class PassThrough(Exchange):
             return
         for url in urls_in(value):
             await self.route.policy.check_url(url)
+        if self.config.encode and holds_media(value):
+            self.bypassed = f"encode: {self.request.url.path} is not disaggregated"
+            self.metrics.bypasses.labels("other api").inc()
 
     async def hand_on(self, answer: Answer) -> None:
         headers = answer.headers

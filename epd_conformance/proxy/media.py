@@ -104,6 +104,25 @@ PRIMER_DROPS = frozenset(
 )
 
 
+# As chat requests spell a media part, and as the APIs of Responses and Messages do.
+_ANY_KIND = MEDIA_KINDS | {"image"}
+
+
+def holds_media(value: Any) -> bool:
+    """Whether a JSON value of any API holds something that an encode server would have work with."""
+    left = [value]
+    while left:
+        here = left.pop()
+        if isinstance(here, dict):
+            kind = here.get("type")
+            if isinstance(kind, str) and kind in _ANY_KIND:
+                return True
+            left.extend(found for found in here.values() if isinstance(found, dict | list))
+        elif isinstance(here, list):
+            left.extend(found for found in here if isinstance(found, dict | list))
+    return False
+
+
 @dataclass(frozen=True)
 class MediaItem:
     """One media part of a chat request.

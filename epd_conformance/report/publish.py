@@ -21,6 +21,7 @@ from pathlib import Path
 
 import epd_conformance
 from epd_conformance import catalogue as catalogues
+from epd_conformance.catalogue.model import topology_kind
 from epd_conformance.errors import UsageError
 from epd_conformance.report import render_text
 from epd_conformance.report.schema import CellRecord, Report
@@ -125,17 +126,23 @@ def readme(report: Report) -> str:
     implementation = report.subject.implementation
     name = f"{implementation.project or report.subject.name} {implementation.version}".strip()
     environment = report.environment
+    fakes = environment.details.get("fakes") is True
+    ran_on = (
+        f"Fake servers ({environment.platform}), Python {environment.python}; "
+        if fakes
+        else f"vLLM {environment.vllm_version} ({environment.platform}), Python {environment.python}, torch {environment.torch}, "
+        f"model {', '.join(model.id for model in environment.models)}, {environment.dtype}; "
+    )
+    beside = "" if fakes else f"Engine {report.engine_outcome}, proxy {report.proxy_outcome}. "
     lines = [
         f"# {name}",
         "",
         f"**{render_text.summary_lines(report)[0]}**",
         "",
-        f"Engine {report.engine_outcome}, proxy {report.proxy_outcome}. "
-        f"{report.summary['executed']} of {report.summary['expected']} expected cells ran, {report.summary['pass']} passed.",
+        f"{beside}{report.summary['executed']} of {report.summary['expected']} expected cells ran, "
+        f"{report.summary['pass']} passed.",
         "",
-        f"vLLM {environment.vllm_version} ({environment.platform}), Python {environment.python}, torch {environment.torch}, "
-        f"model {', '.join(model.id for model in environment.models)}, {environment.dtype}; "
-        f"{report.run.started:%Y-%m-%d}; suite {report.suite.version}.",
+        f"{ran_on}{report.run.started:%Y-%m-%d}; suite {report.suite.version}.",
         "",
         "| requirement | verdict | cells |",
         "|---|---|---|",
@@ -182,6 +189,9 @@ def _commit() -> str:
 def _again(report: Report) -> str:
     """The command that makes such a run."""
     run = report.run
+    if topology_kind(run.profile) == "proxy":
+        # Only the command says which proxy it was.
+        return shlex.join(["epd-conformance", *run.command[1:]])
     words = [
         "epd-conformance",
         "run",
@@ -207,7 +217,7 @@ def _row(cell: CellRecord) -> str:
 
 BEGIN, END = "<!-- published reports: made by epd-conformance publish -->", "<!-- end of published reports -->"
 CLASSES = ("cpu-v1", "cpu-v2-emulated", "cuda")
-TOPOLOGIES = ("contract", "scheduler", "aggregated", "e-pd", "e-p-d")
+TOPOLOGIES = ("contract", "scheduler", "proxy", "aggregated", "e-pd", "e-p-d")
 
 
 def table(reports: Path, link: str) -> str:
@@ -232,11 +242,16 @@ def table(reports: Path, link: str) -> str:
 def _entries(reports: Sequence[tuple[str, Report]], topology: str, link: str) -> str:
     entries: dict[str, str] = {}
     for folder, report in reports:
-        cells = [cell for item in report.requirements for cell in item.cells if cell.topology == topology]
+        cells = [cell for item in report.requirements for cell in item.cells if _column(cell.topology) == topology]
         if cells:
             passed = sum(cell.verdict is Verdict.PASS for cell in cells)
             entries[report.subject.name] = f"[{report.subject.name}]({link}/{folder}): {passed} of {len(cells)} pass"
     return "<br>".join(entries.values()) or "never run"
+
+
+def _column(topology: str) -> str:
+    # Fakes behind a proxy have one column, however they stand; servers in sizes of their own have none.
+    return "proxy" if topology_kind(topology) == "proxy" else topology
 
 
 def with_table(readme_text: str, made: str) -> str:

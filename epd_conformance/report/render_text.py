@@ -48,8 +48,10 @@ def summary_lines(report: Report) -> list[str]:
         asked.append("cut short")
     outcome = report.certified_outcome
     lines = [f"{report.subject.name}: {outcome} on {report.environment_class} ({', '.join(asked)})"]
-    others = [f"{owner} {report.outcome_of(owner)}" for owner in Owner if owner is not run.certifies]
-    lines.append(f"beside it: {', '.join(others)}")
+    if report.environment.details.get("fakes") is not True:
+        # Behind fakes there is neither a connector nor an engine.
+        others = [f"{owner} {report.outcome_of(owner)}" for owner in Owner if owner is not run.certifies]
+        lines.append(f"beside it: {', '.join(others)}")
     counts = report.summary
     words = [f"{count} {verdict}" for verdict in Verdict if (count := counts.get(verdict))]
     lines.append(f"cells: {counts['expected']} expected, {counts['executed']} ran: {', '.join(words)}")

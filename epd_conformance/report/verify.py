@@ -22,7 +22,7 @@ from pydantic import ValidationError
 from epd_conformance import deviations, observations
 from epd_conformance.attachment import ATTACHED, NOT_JOURNALLED
 from epd_conformance.catalogue import cell_id
-from epd_conformance.catalogue.model import IN_PROCESS
+from epd_conformance.catalogue.model import IN_PROCESS, topology_kind
 from epd_conformance.connectors.journal import Journal
 from epd_conformance.connectors.names import ec_name
 from epd_conformance.engine.pool import Pool, pool_path
@@ -34,7 +34,9 @@ from epd_conformance.oracle.baselines import FOLDER as BASELINE
 from epd_conformance.oracle.baselines import BaselineAnswers
 from epd_conformance.oracle.cell import CellEvidence, Judgement
 from epd_conformance.oracle.transport import Roles
-from epd_conformance.report import schema, verify_engine, verify_journal
+from epd_conformance.proxycheck import judges as proxy_judges
+from epd_conformance.proxycheck.evidence import ProxyEvidence
+from epd_conformance.report import schema, verify_engine, verify_journal, verify_proxy
 from epd_conformance.report.redact import redact
 from epd_conformance.report.schema import CellRecord, Report
 from epd_conformance.report.writer import (
@@ -186,8 +188,9 @@ class _Check:
         with self._whole(Kind.EVIDENCE, "cells"):
             self._times()
             self._faults(results.all(schema.FaultRecord))
-        for topology in dict.fromkeys(record.topology for record in self.records if record.topology not in IN_PROCESS):
-            self._topology(topology)
+        for topology in dict.fromkeys(record.topology for record in self.records):
+            if topology_kind(topology) not in IN_PROCESS:
+                self._topology(topology)
         with self._whole(Kind.JOURNAL, "stacks"):
             self._subject(results, report)
         if report is not None:
@@ -375,6 +378,8 @@ class _Check:
         if self.start.suite.modified:
             yield "a certificate of a modified suite"
         models = [model for environment in self.environments for model in environment.models]
+        if topology_kind(self.start.run.profile) == "proxy":
+            return  # fakes run no model
         if not models or not all(model.digest for model in models):
             yield "a certificate without the digest of its model"
         for model in models:
@@ -385,6 +390,9 @@ class _Check:
 
     def _cell(self, record: CellRecord) -> None:
         self.checked["cells"] += 1
+        if topology_kind(record.topology) == "proxy":
+            self._proxy_cell(record)
+            return
         if record.topology in IN_PROCESS:
             self._engine_cell(record)
             return
@@ -449,6 +457,29 @@ class _Check:
             judgement = self.judged[record.id] = pool.judge(
                 record.requirement, case.check, self._asked(record.topology)
             )
+            self._compared(record, judgement)
+
+    def _proxy_cell(self, record: CellRecord) -> None:
+        """A cell of a proxy before fake servers: judged by what the fakes saw and what the clients got."""
+        named = [path for path in record.artifacts if path.startswith("cells/")]
+        if not named and record.verdict is Verdict.ERROR and record.reason in WITHOUT_EVIDENCE:
+            self.checked["errors without evidence"] += 1
+            return
+        if named != [cell_path(record.id)]:
+            words = f"the result says {record.verdict} and does not name {cell_path(record.id)}"
+            self._say(Kind.EVIDENCE, record.id, words)
+            return
+        with self._whole(Kind.EVIDENCE, record.id):
+            case = self.suite.proxy_case(record.requirement, record.case, record.topology)
+            if case is None or record.requirement not in self.suite.catalogue:
+                self._say(Kind.SUITE, record.id, "the suite of this installation has no such case")
+                return
+            cell = ProxyEvidence.from_json(self._json(named[0]))
+            for words in verify_proxy.problems(cell, case, record.id, record.topology):
+                self._say(Kind.EVIDENCE, record.id, words)
+            self.checked["answers"] += len(cell.got)
+            cell = replace(cell, judge=case.judge, plan=case.plan)
+            judgement = self.judged[record.id] = proxy_judges.judge(cell)
             self._compared(record, judgement)
 
     def _asked(self, layer: str) -> frozenset[str]:

@@ -42,7 +42,10 @@ def test_requirements(command: Call) -> None:
         (("--layer", "scheduler"), lambda item: item["layer"] == "scheduler"),
         (("--feature", "lora"), lambda item: "lora" in item["features"]),
         # A topology that a subject must opt into needs the feature too.
-        (("--feature", "kv_disaggregation"), lambda item: "e-p-d" in item["topologies"]),
+        (
+            ("--feature", "kv_disaggregation"),
+            lambda item: "e-p-d" in item["topologies"] or "kv_disaggregation" in item["features"],
+        ),
         (
             ("--level", "MUST", "--status", "planned", "--layer", "live"),
             lambda item: (item["level"], item["status"], item["layer"]) == ("MUST", "planned", "live"),
@@ -61,10 +64,10 @@ def test_some_requirements(command: Call, words: tuple[str, ...], keeps: Any) ->
     [
         (("--area", "NONE"), "error: no area 'NONE': use ERR, INIT, "),
         (("--owner", "nobody"), "error: no owner 'nobody': use connector, engine, proxy"),
-        (("--topology", "d-p-e"), "error: no topology 'd-p-e': use contract, scheduler, aggregated, e-pd, p-d, e-p-d"),
+        (("--topology", "d-p-e"), "error: no topology 'd-p-e': use contract, scheduler, proxy, aggregated, e-pd, "),
         (("--status", "done"), "error: no status 'done': use active, planned"),
         (("--level", "CAN"), "error: no level 'CAN': use MUST, SHOULD, MAY"),
-        (("--layer", "unit"), "error: no layer 'unit': use contract, scheduler, live"),
+        (("--layer", "unit"), "error: no layer 'unit': use contract, scheduler, proxy, live"),
         (("--feature", "speed"), "error: no feature 'speed': use kv_disaggregation, "),
         (("--area", "PROXY", "--layer", "scheduler"), "error: no requirement matches --area PROXY, --layer scheduler"),
     ],
