@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from epd_conformance.subject import Subject
 
 CONTROL_FD = 3
+#: The signals of a process that crashes: those of faulthandler.
+_FATAL = (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT)
 
 
 def main() -> None:
@@ -95,6 +97,9 @@ def _child(settings: dict[str, Any], talk: int, memory: int, output: int) -> NoR
         die_with_parent()
         os.dup2(output, 1)
         os.dup2(output, 2)
+        # A library that vLLM imports has a handler of its own, which spends a second on a stack that faulthandler has written down.
+        for number in _FATAL:
+            signal.signal(number, signal.SIG_DFL)
         faulthandler.enable(file=output, all_threads=True)
         beacon.share(mmap.mmap(memory, beacon.SIZE))
         _limit_memory(int(settings["memory"]))
