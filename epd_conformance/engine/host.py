@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     from epd_conformance.subject import Subject
 
 CONTROL_FD = 3
+#: Private memory above which this child carries out no further plan: what objects of earlier plans have left, such as the threads of
+#: one that was never shut down, must not be what the next one fails of.
+_full = 0
 #: The signals of a process that crashes: those of faulthandler.
 _FATAL = (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT)
 
@@ -110,7 +113,8 @@ def _child(settings: dict[str, Any], talk: int, memory: int, output: int) -> NoR
         subjects: dict[str, Any] = {}
         while True:
             beacon.light("engine")
-            pipe.send_bytes(json.dumps(_answer(json.loads(pipe.recv_bytes()), subjects)).encode())
+            answer = _answer(json.loads(pipe.recv_bytes()), subjects) | {"full": _data_bytes() > _full}
+            pipe.send_bytes(json.dumps(answer).encode())
     except (EOFError, OSError):
         status = 0
     except BaseException as error:
@@ -171,9 +175,19 @@ def _neutral(events: Any, folder: Path, root: Path) -> Any:
 
 
 def _limit_memory(more: int) -> None:
-    """Let this process take so many bytes of address space beyond what it has: what grows without end meets a MemoryError."""
-    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
-    resource.setrlimit(resource.RLIMIT_AS, (pages * mmap.PAGESIZE + more, resource.RLIM_INFINITY))
+    """Let this process have so many bytes beyond what it has: what grows without end meets a MemoryError.
+
+    What is only reserved does not count, as accelerators' libraries and threads' heaps reserve gigabytes.
+    """
+    global _full
+    before = _data_bytes()
+    _full = before + more // 2
+    resource.setrlimit(resource.RLIMIT_DATA, (before + more, resource.RLIM_INFINITY))
+
+
+def _data_bytes() -> int:
+    """Private memory that this process may write, threads' stacks included (proc(5), statm)."""
+    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[5]) * mmap.PAGESIZE
 
 
 if __name__ == "__main__":

@@ -208,7 +208,7 @@ class LazySaver(PlainStore):
 
 
 class AppendingRanks(PlainStore):
-    """Every rank adds its part to the one file."""
+    """Adds what it saves to the end of the one file: so does every rank, and every further save."""
 
     def put(self, key: str, tensor: torch.Tensor) -> None:
         with self.path(key).open("ab") as file:
@@ -298,18 +298,16 @@ class LoadsOneOnly(PlainStore):
 
 
 class LoadsLate(PlainStore):
-    """Starts a thread and returns."""
+    """Does the loads of a step with the next one."""
+
+    def __init__(self, vllm_config: Any, role: Any) -> None:
+        super().__init__(vllm_config, role)
+        self.late: list[str] = []
 
     def start_load_caches(self, encoder_cache: dict[str, torch.Tensor], **kwargs: Any) -> None:
-        keys = list(self._get_connector_metadata().keys)
-
-        def load() -> None:
-            time.sleep(600)
-            for key in keys:
-                encoder_cache[key] = self.unpack(self.path(key).read_bytes())
-
-        if keys:
-            threading.Thread(target=load, daemon=True).start()
+        keys, self.late = self.late, list(self._get_connector_metadata().keys)
+        for key in keys:
+            encoder_cache[key] = self.unpack(self.path(key).read_bytes())
 
 
 class OtherOnReload(PlainStore):
@@ -459,7 +457,7 @@ class RemembersAllocated(PlainStore):
 
 
 class DropsAtTheEnd(PlainStore):
-    """The worker forgets the loads of requests that have ended."""
+    """A consumer removes the objects of a request that has ended."""
 
     def request_finished(self, request: Any) -> tuple[bool, Any]:
         if self.is_consumer:
@@ -510,7 +508,7 @@ class NeedsWorkerStep(PlainStore):
 
 
 class EmptiesTheCache(PlainStore):
-    """Takes what it has loaded out of the engine's cache again at the end of the load."""
+    """Empties the engine's cache when a consumer hands it what it has encoded."""
 
     def save_caches(self, encoder_cache: dict[str, torch.Tensor], mm_hash: str, **kwargs: Any) -> None:
         super().save_caches(encoder_cache, mm_hash)
