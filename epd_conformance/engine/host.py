@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from epd_conformance.subject import Subject
 
 CONTROL_FD = 3
-#: Private memory above which this child carries out no further plan: what objects of earlier plans have left, such as the threads of
-#: one that was never shut down, must not be what the next one fails of.
+#: Private memory above which this child carries out no further plan: what objects of earlier plans have left, such as the threads
+#: of one that was never shut down, must not be what the next one fails of.
 _full = 0
 #: The signals of a process that crashes: those of faulthandler.
 _FATAL = (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT)
@@ -79,7 +79,9 @@ def _warm() -> None:
     import torch
 
     torch.set_num_threads(1)
-    import vllm.distributed.ec_transfer.ec_connector.example_connector  # noqa: F401  (what most connectors import)
+    import safetensors.torch
+    import vllm.distributed.ec_transfer.ec_connector.base
+    import vllm.distributed.ec_transfer.ec_connector.metrics  # noqa: F401  (what most connectors import, and none of them)
 
     import epd_conformance.engine.machine
     import epd_conformance.engine.real_core  # noqa: F401
@@ -130,12 +132,12 @@ def _answer(request: dict[str, Any], subjects: dict[str, Any]) -> dict[str, Any]
 
     name = request["subject"]
     try:
-        if name not in subjects:
+        if not request.get("bare") and name not in subjects:
             subjects[name] = subject.load(name)
         if "call" in request:
             module, _, function = request["call"].partition(":")
             called = getattr(importlib.import_module(module), function)
-            return {"result": called(subjects[name], Path(request["root"]), **request["arguments"])}
+            return {"result": called(subjects.get(name, name), Path(request["root"]), **request["arguments"])}
         return _carried(request, subjects[name])
     except UsageError as error:
         return {"usage": str(error)}

@@ -154,13 +154,20 @@ class Host:
         arguments: Mapping[str, Any] | None = None,
         *,
         subject: str | None = None,
+        bare: bool = False,
         limit_s: float | None = None,
     ) -> Any:
         """The result of `module:function(subject, folder, **arguments)` in a child; everything but these two is JSON.
 
+        `bare`: in a child of its own that has not imported the subject; the function takes the subject's name.
+
         Returns Carried with one finding where the child died or hung in a hook. Raises as `carry`.
         """
-        answer = self._ask({"call": function, "arguments": dict(arguments or {})}, subject, limit_s)
+        if bare:
+            self.recycle()
+        answer = self._ask({"call": function, "arguments": dict(arguments or {}), "bare": bare}, subject, limit_s)
+        if bare:
+            self.recycle()
         return answer if isinstance(answer, Carried) else answer["result"]
 
     def recycle(self) -> None:

@@ -141,7 +141,9 @@ class Judge:
             request.hostile and not request.over and request.server == server for request in self.requests.values()
         ):
             requirement, expected = "EPD-SEC-004", f"{hook} returns for ec_transfer_params of any kind"
-        elif damaged := next((item for key in about if (item := self.items.get(key)) is not None and item.damage), None):
+        elif damaged := next(
+            (item for key in about if (item := self.items.get(key)) is not None and item.damage), None
+        ):
             requirement, kind = self._of_damage(damaged), f"{kind}, object {damaged.damage}"
             expected = f"{side}.{hook} returns, whatever lies in the item's place"
         self.found(requirement, kind, expected, f"{error} in {side}.{hook}", server)

@@ -1,4 +1,4 @@
-"""What the directed checks measured, judged. Pure: `directed` measures."""
+"""What the directed checks measured, judged. Pure: `directed` and `starting` measure."""
 
 from __future__ import annotations
 
@@ -14,20 +14,32 @@ RACED = 4
 
 @dataclass(frozen=True)
 class Check:
-    """A directed check: the requirement that it is for, its function in `directed`, and the function's arguments."""
+    """A directed check: the requirement that it is for, its function (`module:name` of this package), and its arguments.
+
+    `bare`: for a process in which nothing of the subject was imported; the function takes the subject's name.
+    """
 
     requirement: str
     function: str
     arguments: Mapping[str, Any]
+    bare: bool = False
+
+    @property
+    def path(self) -> str:
+        """The function as `Host.call` takes it."""
+        return f"epd_conformance.engine.{self.function}"
 
 
 #: A torn write is met within tenths of a second where it can be met at all; a leak of an object in every second request shows
 #: in as many requests as a growth by a quarter of them is told apart from caches that fill up.
 CHECKS: dict[str, Check] = {
-    "race": Check("EPD-RACE-008", "race", {"writers": 1, "readers": 1, "seconds": 1.5}),
-    "race-of-two": Check("EPD-RACE-006", "race", {"writers": 2, "readers": 1, "seconds": 1.5}),
-    "growth": Check("EPD-LIFE-001", "growth", {"cycles": 80}),
-    "encoder-decoder": Check("EPD-ROLE-008", "encoder_decoder", {}),
+    "race": Check("EPD-RACE-008", "directed:race", {"writers": 1, "readers": 1, "seconds": 1.5}),
+    "race-of-two": Check("EPD-RACE-006", "directed:race", {"writers": 2, "readers": 1, "seconds": 1.5}),
+    "growth": Check("EPD-LIFE-001", "directed:growth", {"cycles": 80}),
+    "encoder-decoder": Check("EPD-ROLE-008", "directed:encoder_decoder", {}),
+    "import": Check("EPD-INIT-002", "starting:imports", {}, bare=True),
+    "unknown-setting": Check("EPD-INIT-004", "starting:unknown_setting", {}),
+    "unusable-store": Check("EPD-INIT-005", "starting:unusable_store", {}),
 }
 
 
@@ -42,7 +54,12 @@ def exercised(requirement: str, told: Mapping[str, Any]) -> bool:
         return bool(told["saves"] >= RACED and told["loads"] >= RACED)
     if requirement == "EPD-LIFE-001":
         return bool(told["objects"])
-    return bool(told["saved"]) and told["answer"] is not None
+    if requirement == "EPD-ROLE-008":
+        return bool(told["saved"]) and told["answer"] is not None
+    if requirement == "EPD-INIT-002":
+        return bool(told["asked"])
+    # Of what cannot be made at all nobody can tell why it is not made here, and a store elsewhere was not taken away.
+    return bool(told["usable"] if requirement == "EPD-INIT-004" else told["configured"])
 
 
 def _race(requirement: str, told: Mapping[str, Any]) -> list[Finding]:
@@ -69,7 +86,38 @@ def _encoder_decoder(requirement: str, told: Mapping[str, Any]) -> list[Finding]
     return [Finding(requirement, "promised to a model that loads nothing", expected, "True")]
 
 
+def _import(requirement: str, told: Mapping[str, Any]) -> list[Finding]:
+    found = []
+    if told["error"]:
+        expected = "the module is imported, and its class gives statistics and metrics, without accelerator and network"
+        found.append(Finding(requirement, "import or metrics raised", expected, told["error"]))
+    if told["opened"]:
+        expected = "neither a device nor a socket is opened by importing the module and asking its class for metrics"
+        found.append(Finding(requirement, "opened by an import", expected, ", ".join(told["opened"][:3])))
+    return found
+
+
+def _unknown_setting(requirement: str, told: Mapping[str, Any]) -> list[Finding]:
+    silent = [role for role, one in told["roles"].items() if told["usable"] and not one["refused"] and not one["named"]]
+    expected = "with an unknown key in ec_connector_extra_config it refuses to start, or a warning names the key"
+    return (
+        [Finding(requirement, "unknown setting ignored", expected, f"{', '.join(silent)}: not a word")]
+        if silent
+        else []
+    )
+
+
+def _unusable_store(requirement: str, told: Mapping[str, Any]) -> list[Finding]:
+    silent = {role: one["error"] or "not a word" for role, one in told["roles"].items() if not one["named"]}
+    expected = "an error or a warning at start names the store whose folder cannot be made"
+    observed = "; ".join(f"{role}: {text}" for role, text in silent.items())
+    return [Finding(requirement, "unusable store not named", expected, observed)] if silent else []
+
+
 _JUDGES = {
+    "EPD-INIT-002": _import,
+    "EPD-INIT-004": _unknown_setting,
+    "EPD-INIT-005": _unusable_store,
     "EPD-RACE-006": _race,
     "EPD-RACE-008": _race,
     "EPD-LIFE-001": _growth,

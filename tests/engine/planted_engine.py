@@ -8,9 +8,11 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
+import logging
 import mmap
 import os
 import pickle
+import socket
 import sys
 import threading
 import time
@@ -34,11 +36,22 @@ class Loads(ECConnectorMetadata):
 class PlainStore(ECConnectorBase):
     def __init__(self, vllm_config: Any, role: Any) -> None:
         super().__init__(vllm_config=vllm_config, role=role)
-        self.root = Path(vllm_config.ec_transfer_config.ec_connector_extra_config["root"])
+        settings = vllm_config.ec_transfer_config.ec_connector_extra_config
+        self.root = Path(settings["root"])
+        self.check_settings(set(settings) - {"root"})
+        self.check_store()
         # No worker of an encoder-decoder model would load anything.
         self.used = not vllm_config.model_config.is_encoder_decoder
         self.asked: dict[str, bool] = {}
         self.loads: list[str] = []
+
+    def check_settings(self, unknown: set[str]) -> None:
+        if unknown:
+            logging.getLogger(__name__).warning("unknown settings: %s", unknown)
+
+    def check_store(self) -> None:
+        if not self.root.is_dir():
+            logging.getLogger(__name__).warning("no folder: %s", self.root)
 
     def path(self, key: str) -> Path:
         return self.root / blake3.blake3(key.encode()).hexdigest()
@@ -87,6 +100,27 @@ class PlainStore(ECConnectorBase):
         head, _, body = data.partition(b"\n")
         shape, dtype = json.loads(head)
         return torch.frombuffer(bytearray(body), dtype=getattr(torch, dtype.removeprefix("torch."))).view(shape)
+
+
+# ---- the start ----
+
+
+class AsksOnImport(PlainStore):
+    """Its module asks a peer when it is imported."""
+
+
+class AsksForMetrics(PlainStore):
+    """Needs a peer to say which metrics there are."""
+
+    @classmethod
+    def build_prom_metrics(cls, *arguments: Any) -> None:
+        socket.create_connection(("192.0.2.1", 1), timeout=0.1)
+
+
+class TakesAnySetting(PlainStore):
+    """Does not look for settings that it does not know."""
+
+    def check_settings(self, unknown: set[str]) -> None: ...
 
 
 # ---- what is saved and found ----
@@ -672,7 +706,7 @@ class PlainSubject(Subject):
     def connector_config(self, role: str, stack: StackInfo) -> dict[str, Any]:
         return {
             "ec_connector": self.connector,
-            "ec_connector_module_path": "planted_engine",
+            "ec_connector_module_path": "planted_import" if self.connector == "AsksOnImport" else "planted_engine",
             "ec_connector_extra_config": {"root": str(stack.store)},
         }
 

@@ -30,8 +30,12 @@ CHECKED = {
     "KeepsRequests": ("growth",),
     "KeepsFiles": ("growth",),
     "IgnoresTheModel": ("encoder-decoder",),
-    "PlainStore": ("race", "race-of-two", "growth", "encoder-decoder"),
-    "SealedStore": ("race", "race-of-two", "growth", "encoder-decoder"),
+    "AsksOnImport": ("import",),
+    "AsksForMetrics": ("import",),
+    "TakesAnySetting": ("unknown-setting",),
+    "SilentAboutItsStore": ("unusable-store",),
+    "PlainStore": tuple(measured.CHECKS),
+    "SealedStore": tuple(measured.CHECKS),
 }
 
 #: Found in tests/engine only: what is about a damaged store has its like in `zoo_sealed`, and one that eats a gigabyte in each plan
@@ -75,8 +79,7 @@ def caught(host: Host, name: str, module: str, features: frozenset[Feature]) -> 
             break
     for check_name in CHECKED.get(name, ()):
         check = measured.CHECKS[check_name]
-        function = f"epd_conformance.engine.directed:{check.function}"
-        answer = host.call(function, check.arguments, subject=subject, limit_s=LIMIT_S)
+        answer = host.call(check.path, check.arguments, subject=subject, bare=check.bare, limit_s=LIMIT_S)
         told.append(Told(check_name, death=answer.death) if isinstance(answer, Carried) else Told(check_name, answer))
     found = Pool(0, 0, "", pool.plans, tuple(told)).findings(asked)
     return sorted(requirement for requirement in found if requirement in asked)
