@@ -79,7 +79,6 @@ def _warm() -> None:
     import torch
 
     torch.set_num_threads(1)
-    import safetensors.torch
     import vllm.distributed.ec_transfer.ec_connector.base
     import vllm.distributed.ec_transfer.ec_connector.metrics  # noqa: F401  (what most connectors import, and none of them)
 

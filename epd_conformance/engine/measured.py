@@ -1,4 +1,4 @@
-"""What the directed checks measured, judged. Pure: `directed` and `starting` measure."""
+"""What the directed checks measured, judged. Pure: `directed`, `starting` and `slow_store` measure."""
 
 from __future__ import annotations
 
@@ -10,6 +10,10 @@ from epd_conformance.engine.findings import Finding
 
 #: Saves and loads that a race must have had: fewer prove nothing about what happens at the same time.
 RACED = 4
+
+#: Of a hook that waits for a store that takes a second it is certain, on a busy machine too, that it takes a quarter of that; a
+#: tenth, which is what is asked, may be another process's turn.
+WAITED_S = 0.25
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,7 @@ CHECKS: dict[str, Check] = {
     "import": Check("EPD-INIT-002", "starting:imports", {}, bare=True),
     "unknown-setting": Check("EPD-INIT-004", "starting:unknown_setting", {}),
     "unusable-store": Check("EPD-INIT-005", "starting:unusable_store", {}),
+    "slow-store": Check("EPD-LOAD-008", "slow_store:slow_store", {"seconds": 1.0}),
 }
 
 
@@ -58,8 +63,17 @@ def exercised(requirement: str, told: Mapping[str, Any]) -> bool:
         return bool(told["saved"]) and told["answer"] is not None
     if requirement == "EPD-INIT-002":
         return bool(told["asked"])
+    if requirement == "EPD-LOAD-008":
+        return bool(told["held"]) and not told["died"]
     # Of what cannot be made at all nobody can tell why it is not made here, and a store elsewhere was not taken away.
     return bool(told["usable"] if requirement == "EPD-INIT-004" else told["configured"])
+
+
+def also_exercised(requirement: str, told: Mapping[str, Any]) -> frozenset[str]:
+    """Requirements beside its own that a check put to the test: a request that waited for a slow store, alone, and was served."""
+    if requirement == "EPD-LOAD-008" and told["deferred"] and told["served"]:
+        return frozenset({"EPD-LIFE-006", "EPD-LIFE-007"})
+    return frozenset()
 
 
 def _race(requirement: str, told: Mapping[str, Any]) -> list[Finding]:
@@ -114,7 +128,22 @@ def _unusable_store(requirement: str, told: Mapping[str, Any]) -> list[Finding]:
     return [Finding(requirement, "unusable store not named", expected, observed)] if silent else []
 
 
+def _slow_store(requirement: str, told: Mapping[str, Any]) -> list[Finding]:
+    found = []
+    slow = {hook: seconds for hook, seconds in told["slowest"].items() if seconds >= WAITED_S}
+    if slow:
+        expected = "with a store that takes a second for each operation, no hook of a step that needs no item takes a tenth of that"
+        observed = ", ".join(f"{hook} took {seconds:.1f} s" for hook, seconds in slow.items())
+        found.append(Finding(requirement, "a step waits for the store", expected, observed))
+    if told["deferred"] and not told["served"] and not told["died"]:
+        expected = "a deferred request that is the only one of its server is served, or named as unavailable"
+        observed = f"deferred {told['deferred']} times on a slow store, and never served"
+        found.append(Finding("EPD-LIFE-007", "deferred for ever", expected, observed))
+    return found
+
+
 _JUDGES = {
+    "EPD-LOAD-008": _slow_store,
     "EPD-INIT-002": _import,
     "EPD-INIT-004": _unknown_setting,
     "EPD-INIT-005": _unusable_store,

@@ -16,6 +16,7 @@ import socket
 import sys
 import threading
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -646,6 +647,28 @@ class KeepsFiles(PlainStore):
             *getattr(self, "open", []),
             *(self.path(key).open() for key in self._get_connector_metadata().keys),
         ]
+
+
+class Aside(PlainStore):
+    """Asks and fills its store in threads, and holds a request back meanwhile."""
+
+    def __init__(self, vllm_config: Any, role: Any) -> None:
+        super().__init__(vllm_config, role)
+        self.threads = ThreadPoolExecutor(4)
+        self.looks: dict[str, Future[bool]] = {}
+
+    def ensure_cache_available(self, request: Any, num_computed_tokens: int) -> bool:
+        for feature in request.mm_features if self.is_consumer else ():
+            key = feature.identifier
+            self.looks[key] = self.looks.get(key) or self.threads.submit(self.path(key).exists)
+        return all(self.looks[feature.identifier].done() for feature in request.mm_features if self.is_consumer)
+
+    def has_cache_item(self, identifier: str) -> bool:
+        self.asked[identifier] = identifier in self.looks and self.looks[identifier].result()
+        return self.asked[identifier]
+
+    def put(self, key: str, tensor: torch.Tensor) -> None:
+        self.threads.submit(super().put, key, tensor.clone())
 
 
 # ---- the process ----

@@ -302,6 +302,10 @@ class SilentAboutItsStore(SealedStore):
     def check_store(self) -> None: ...
 
 
+class WaitsForItsStore(SealedStore):
+    """Looks up and saves within the step."""
+
+
 class NeverLooksAgain(SealedStore):
     """Gives a store up that was not there once."""
 
