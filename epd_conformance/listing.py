@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
@@ -74,9 +75,10 @@ def requirements(found: Sequence[Requirement]) -> RenderableType:
         items = list(group)
         parts += [Text(f"{area}: {_counted(items)}", style="bold")]
         for item in items:
-            # In columns: of all values the longest make 79 characters, so that no line folds.
             words = f"{item.level:<6} {item.owner:<9} {item.status:<7} {item.layer:<9} {' '.join(item.topologies)}"
-            parts.append(Text(f"{item.id:<13} {words}"))
+            # In columns; only what is asked nearly everywhere is longer than a narrow terminal.
+            lines = textwrap.wrap(f"{item.id:<13} {words}", 79, subsequent_indent=" " * INDENT)
+            parts += [Text(line) for line in lines]
             parts.append(Padding(Text(item.sentence, style="dim"), (0, 0, 0, INDENT)))
             if item.features:
                 parts.append(Padding(Text(f"needs {', '.join(item.features)}", style="dim"), (0, 0, 0, INDENT)))

@@ -25,3 +25,8 @@ def light(text: str) -> None:
 def read(memory: mmap.mmap) -> str:
     """What was last written."""
     return memory[:SIZE].rstrip(b"\0").decode("ascii")
+
+
+def last() -> str:
+    """What this process, or one forked from it, wrote last; empty where nobody reads it."""
+    return read(_shared) if _shared is not None else ""

@@ -47,7 +47,7 @@ def race(subject: Subject, root: Path, *, writers: int, readers: int, seconds: f
     for index, spec in enumerate(servers):
         # A single writer changes its rows from save to save: a reader must not see a part of either.
         shown = [contents[index]] if index < writers and writers > 1 else contents
-        racing.append(_Racing(functools.partial(_raced, site, spec, f"{spec.role}-{index}", shown, seconds)))
+        racing.append(Forked(functools.partial(_raced, site, spec, f"{spec.role}-{index}", shown, seconds)))
     told: Counter[str] = Counter()
     bad: list[str] = []
     for one in racing:
@@ -63,7 +63,7 @@ def race(subject: Subject, root: Path, *, writers: int, readers: int, seconds: f
     }
 
 
-class _Racing:
+class Forked:
     """A function in a process of its own; its JSON comes back through a pipe."""
 
     def __init__(self, function: functools.partial[dict[str, Any]]) -> None:
@@ -205,7 +205,7 @@ def identities(subject: Subject, root: Path) -> dict[str, Any]:
     Returns for each server `configurations` (its EC configuration, as text), `identifiers` of the two images and `hashes`, which
     name what was compiled.
     """
-    told = [_Racing(functools.partial(_identity, subject, root, name)).result() for name in ("one", "other")]
+    told = [Forked(functools.partial(_identity, subject, root, name)).result() for name in ("one", "other")]
     return {name: [one.get(name, "") for one in told] for name in ("configurations", "identifiers", "hashes")}
 
 

@@ -2,7 +2,8 @@
 
 The driver only says what happened; whether it may happen is for `judge`. The first element of an event names it:
 
-    raised      (side, hook, error)                     a hook raised: the server is dead
+    raised      (side, hook, error, about)              a hook raised, or its process ended: the server is dead; `about`: keys of
+                                                        items that may have to do with it
     returned    (side, hook, problem)                   a hook returned what the engine cannot use
     lookup      (request, key, answer)                  has_cache_item
     deferred    (request, running, computed, pending, unencodable)

@@ -74,6 +74,10 @@ def share(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     )
 
 
+def _fault(operation: Mapping[str, Any]) -> str:
+    return str(argument(operation, "fault")) if operation["op"] == "store" else ""
+
+
 #: A circumstance of a plan, how the plan is without it, and the requirement about it.
 TWINS: tuple[tuple[str, str, Any], ...] = (
     (
@@ -128,6 +132,16 @@ TWINS: tuple[tuple[str, str, Any], ...] = (
             [{**o, "params": None} if o.get("params") is not None else o for o in plan.operations]
         ),
     ),
+    (
+        "EPD-ERR-003",
+        "only after the store was full",
+        lambda plan: plan.with_operations([o for o in plan.operations if _fault(o) != "full"]),
+    ),
+    (
+        "EPD-ERR-004",
+        "only after the store was away or read-only",
+        lambda plan: plan.with_operations([o for o in plan.operations if _fault(o) not in ("read-only", "removed")]),
+    ),
 )
 
 #: Findings that say what happened and not why: a twin may tell.
@@ -143,5 +157,12 @@ _UNEXPLAINED = {
 }
 
 #: Twins that tell only about some findings: without an eviction nothing is saved a second time, so that a miss would go with it
-#: whatever caused it; and runner V1's empty steps matter to a request that waits.
-_APPLIES = {"EPD-XFER-010": {"EPD-XFER-001", "EPD-XFER-006"}, "EPD-LIFE-007": {"EPD-LIFE-006"}}
+#: whatever caused it; runner V1's empty steps matter to a request that waits; and what a store's failure leaves behind is an item
+#: that is not found or cannot be loaded.
+_LEFT_BEHIND = {"EPD-KEY-001", "EPD-XFER-001", "EPD-XFER-006", "EPD-XFER-011"}
+_APPLIES = {
+    "EPD-XFER-010": {"EPD-XFER-001", "EPD-XFER-006"},
+    "EPD-LIFE-007": {"EPD-LIFE-006"},
+    "EPD-ERR-003": _LEFT_BEHIND,
+    "EPD-ERR-004": _LEFT_BEHIND,
+}

@@ -36,6 +36,8 @@ class Finding:
 #: A hook that raises -> the requirement that it broke, where nothing about the situation names a closer one. No hook is guarded
 #: by vLLM 0.32 (v1/core/sched/scheduler.py, v1/worker/ec_connector_model_runner_mixin.py): an exception ends the server.
 HOOK_REQUIREMENT: dict[str, str] = {
+    "import": "EPD-INIT-002",
+    "build_prom_metrics": "EPD-INIT-002",
     "__init__": "EPD-INIT-001",
     "start_worker_services": "EPD-INIT-001",
     "ensure_cache_available": "EPD-KEY-001",

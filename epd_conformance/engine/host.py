@@ -31,6 +31,11 @@ if TYPE_CHECKING:
     from epd_conformance.subject import Subject
 
 CONTROL_FD = 3
+#: Private memory above which this child carries out no further plan: what objects of earlier plans have left, such as the threads
+#: of one that was never shut down, must not be what the next one fails of.
+_full = 0
+#: The signals of a process that crashes: those of faulthandler.
+_FATAL = (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT)
 
 
 def main() -> None:
@@ -74,7 +79,8 @@ def _warm() -> None:
     import torch
 
     torch.set_num_threads(1)
-    import vllm.distributed.ec_transfer.ec_connector.example_connector  # noqa: F401  (what most connectors import)
+    import vllm.distributed.ec_transfer.ec_connector.base
+    import vllm.distributed.ec_transfer.ec_connector.metrics  # noqa: F401  (what most connectors import, and none of them)
 
     import epd_conformance.engine.machine
     import epd_conformance.engine.real_core  # noqa: F401
@@ -95,6 +101,9 @@ def _child(settings: dict[str, Any], talk: int, memory: int, output: int) -> NoR
         die_with_parent()
         os.dup2(output, 1)
         os.dup2(output, 2)
+        # A library that vLLM imports has a handler of its own, which spends a second on a stack that faulthandler has written down.
+        for number in _FATAL:
+            signal.signal(number, signal.SIG_DFL)
         faulthandler.enable(file=output, all_threads=True)
         beacon.share(mmap.mmap(memory, beacon.SIZE))
         _limit_memory(int(settings["memory"]))
@@ -105,7 +114,8 @@ def _child(settings: dict[str, Any], talk: int, memory: int, output: int) -> NoR
         subjects: dict[str, Any] = {}
         while True:
             beacon.light("engine")
-            pipe.send_bytes(json.dumps(_answer(json.loads(pipe.recv_bytes()), subjects)).encode())
+            answer = _answer(json.loads(pipe.recv_bytes()), subjects) | {"full": _data_bytes() > _full}
+            pipe.send_bytes(json.dumps(answer).encode())
     except (EOFError, OSError):
         status = 0
     except BaseException as error:
@@ -121,12 +131,12 @@ def _answer(request: dict[str, Any], subjects: dict[str, Any]) -> dict[str, Any]
 
     name = request["subject"]
     try:
-        if name not in subjects:
+        if not request.get("bare") and name not in subjects:
             subjects[name] = subject.load(name)
         if "call" in request:
             module, _, function = request["call"].partition(":")
             called = getattr(importlib.import_module(module), function)
-            return {"result": called(subjects[name], Path(request["root"]), **request["arguments"])}
+            return {"result": called(subjects.get(name, name), Path(request["root"]), **request["arguments"])}
         return _carried(request, subjects[name])
     except UsageError as error:
         return {"usage": str(error)}
@@ -166,9 +176,19 @@ def _neutral(events: Any, folder: Path, root: Path) -> Any:
 
 
 def _limit_memory(more: int) -> None:
-    """Let this process take so many bytes of address space beyond what it has: what grows without end meets a MemoryError."""
-    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
-    resource.setrlimit(resource.RLIMIT_AS, (pages * mmap.PAGESIZE + more, resource.RLIM_INFINITY))
+    """Let this process have so many bytes beyond what it has: what grows without end meets a MemoryError.
+
+    What is only reserved does not count, as accelerators' libraries and threads' heaps reserve gigabytes.
+    """
+    global _full
+    before = _data_bytes()
+    _full = before + more // 2
+    resource.setrlimit(resource.RLIMIT_DATA, (before + more, resource.RLIM_INFINITY))
+
+
+def _data_bytes() -> int:
+    """Private memory that this process may write, threads' stacks included (proc(5), statm)."""
+    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[5]) * mmap.PAGESIZE
 
 
 if __name__ == "__main__":

@@ -33,9 +33,9 @@ from epd_conformance.errors import StackError, UsageError
 #: Real seconds that a plan may take. One takes a tenth of a second; ten times as long on a busy machine, and ten times that again
 #: for what is found to be explained by further runs, is still less.
 LIMIT_S = 30.0
-#: Address space that a plan may take beyond what vLLM has. A plan's tensors are some kilobytes each.
+#: Memory that a child may take beyond what vLLM has. A plan's tensors are some kilobytes each.
 MEMORY_BYTES = 1 << 30
-#: Plans that one child carries out. A fork is cheap beside that many, and what a connector leaks is soon gone.
+#: Plans that one child carries out at most. A fork is cheap beside that many, and what a connector leaks is soon gone.
 PLANS_A_CHILD = 100
 #: Importing vLLM takes about ten seconds, on a loaded machine with a cold disk a minute.
 START_LIMIT_S = 300.0
@@ -154,13 +154,20 @@ class Host:
         arguments: Mapping[str, Any] | None = None,
         *,
         subject: str | None = None,
+        bare: bool = False,
         limit_s: float | None = None,
     ) -> Any:
         """The result of `module:function(subject, folder, **arguments)` in a child; everything but these two is JSON.
 
+        `bare`: in a child of its own that has not imported the subject; the function takes the subject's name.
+
         Returns Carried with one finding where the child died or hung in a hook. Raises as `carry`.
         """
-        answer = self._ask({"call": function, "arguments": dict(arguments or {})}, subject, limit_s)
+        if bare:
+            self.recycle()
+        answer = self._ask({"call": function, "arguments": dict(arguments or {}), "bare": bare}, subject, limit_s)
+        if bare:
+            self.recycle()
         return answer if isinstance(answer, Carried) else answer["result"]
 
     def recycle(self) -> None:
@@ -192,6 +199,8 @@ class Host:
             return self._buried(child, hung=not answered, limit=limit)
         if "usage" in answer:
             raise UsageError(answer["usage"])
+        if answer.pop("full"):
+            self.recycle()
         told: dict[str, Any] = answer
         return told
 

@@ -126,7 +126,7 @@ class Judge:
 
     # ---- the engine's side ----
 
-    def _raised(self, server: str, side: str, hook: str, error: str) -> None:
+    def _raised(self, server: str, side: str, hook: str, error: str, about: Sequence[str]) -> None:
         requirement, kind = HOOK_REQUIREMENT.get(hook, "EPD-INIT-006"), f"{hook} raised"
         expected = f"{side}.{hook} returns"
         if side == "process":
@@ -151,6 +151,11 @@ class Judge:
             request.hostile and not request.over and request.server == server for request in self.requests.values()
         ):
             requirement, expected = "EPD-SEC-004", f"{hook} returns for ec_transfer_params of any kind"
+        elif damaged := next(
+            (item for key in about if (item := self.items.get(key)) is not None and item.damage), None
+        ):
+            requirement, kind = self._of_damage(damaged), f"{kind}, object {damaged.damage}"
+            expected = f"{side}.{hook} returns, whatever lies in the item's place"
         self.found(requirement, kind, expected, f"{error} in {side}.{hook}", server)
 
     def _blame(self, server: str) -> tuple[str, str] | None:
@@ -379,7 +384,7 @@ class Judge:
         requirement, kind = self._blame(server) or ("EPD-XFER-011", "promised and not there")
         if again and requirement == "EPD-XFER-011":
             requirement = "EPD-LIFE-002"
-        elif key in self._seen[server].evicted and requirement == "EPD-XFER-011":
+        elif key in self._seen[server].loads and requirement == "EPD-XFER-011":
             requirement = "EPD-XFER-015"
         self._seen[server].gone.add(key)
         self.found(

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.distributed.ec_transfer.ec_connector.utils import ECOutputAggregator
 from vllm.v1.request import RequestStatus
 
-from epd_conformance.engine import configs, site
+from epd_conformance.engine import beacon, configs, site
 from epd_conformance.engine.core import Core, StepOrder
 from epd_conformance.engine.events import EngineDied, Event, describe
 from epd_conformance.engine.exits import exit_text
@@ -344,8 +344,9 @@ class Apart:
         except (EOFError, OSError):
             _, status = os.waitpid(self._pid, 0)
             self._pid = 0
-            code = os.waitstatus_to_exitcode(status)
-            self._record(("raised", "process", name, f"the process ended with {exit_text(code)}"))
+            ended = f"the process ended with {exit_text(os.waitstatus_to_exitcode(status))}"
+            side, _, hook = beacon.last().partition(".")
+            self._record(("raised", side, hook, ended, []) if hook else ("raised", "process", name, ended, []))
             raise EngineDied(name) from None
         for event in events:
             self._record(event)

@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Any
 
 from epd_conformance.catalogue.selection import parse_cell_id
-from epd_conformance.engine import measured
+from epd_conformance.engine import clock, measured
 from epd_conformance.engine.case import EngineCell
 from epd_conformance.engine.evidence import PlanEvidence
 from epd_conformance.engine.findings import Finding
@@ -30,6 +30,9 @@ CELL_SCHEMA = "epd-conformance/engine-cell/v1"
 #: Runs that making one failing plan smaller may take. Plans of the corpus are small already; a connector that is broken all over
 #: fails thirty requirements, and nobody should wait minutes for that.
 SHRINK_RUNS = 40
+
+#: Seconds between two lines about plans that are carried out.
+SPEAKS_EVERY_S = 3.0
 
 
 @dataclass(frozen=True)
@@ -90,6 +93,7 @@ class EngineSession:
         smallest = self._smallest(pool, requirement)
         shrunk = None
         if smallest is not None:
+            self.say(f"{requirement}: making the plan {smallest[0].name} smaller")
             catch = Catch(smallest[1], smallest[0].plan)
             # A hook that hangs costs the whole limit each time.
             if smallest[0].death is None or not smallest[0].death.hung:
@@ -118,12 +122,19 @@ class EngineSession:
 
     def _fill(self) -> Pool:
         plans = plans_of(self.layer, self.features, self.examples, self.seed)
-        self.say(f"{len(plans)} plans and {len(checks(self.asked))} checks against {self.subject}, seed {self.seed}")
+        asked = len(checks(self.asked))
+        self.say(f"{len(plans)} plans and {asked} checks against {self.subject}, seed {self.seed}")
         pool = Pool(self.seed, self.examples, importlib.metadata.version("hypothesis"), layer=self.layer)
         done: list[PlanEvidence] = []
+        broken: set[str] = set()
+        spoke = clock.real()
         for name, plan in plans.items():
             done.append(self._carry(plan, name))
             pool = replace(pool, plans=tuple(done))
+            broken |= {finding.requirement for finding in done[-1].findings}
+            if clock.real() - spoke >= SPEAKS_EVERY_S:
+                spoke = clock.real()
+                self.say(f"plan {len(done)} of {len(plans)}: {len(broken)} requirements found broken so far")
             if done[-1].death is not None and pool.hung():
                 break
         left = tuple(plans)[len(done) :]
@@ -132,7 +143,8 @@ class EngineSession:
 
     def _check(self, name: str) -> Told:
         check = measured.CHECKS[name]
-        answer = self.host.call(f"epd_conformance.engine.directed:{check.function}", check.arguments, limit_s=LIMIT_S)
+        self.say(f"check {name}, for {check.requirement}")
+        answer = self.host.call(check.path, check.arguments, bare=check.bare, limit_s=LIMIT_S)
         return Told(name, death=answer.death) if isinstance(answer, Carried) else Told(name, answer)
 
     def _carry(self, plan: Plan, name: str) -> PlanEvidence:

@@ -37,6 +37,14 @@ class Side:
         """Call a hook. Raises EngineDied when it raises anything: no hook is guarded in the engine."""
         return self._guarded(hook, getattr(self.connector, hook), *arguments, **keywords)
 
+    def about(self, hook: str, *arguments: Any) -> list[str]:
+        """The items that a call is about, where what became of their objects may be why it raises."""
+        if hook == "has_cache_item":
+            return [arguments[0]]
+        if hook == "ensure_cache_available":
+            return [feature.identifier for feature in arguments[0].mm_features]
+        return []
+
     def returned(self, hook: str, problem: str) -> None:
         """The hook returned something that the engine cannot use. Raises EngineDied: most such values end it."""
         self.record(("returned", self.name, hook, problem))
@@ -49,7 +57,7 @@ class Side:
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # SystemExit ends a server as well
-            self.record(("raised", self.name, hook, describe(error)))
+            self.record(("raised", self.name, hook, describe(error), self.about(hook, *arguments)))
             raise EngineDied(hook) from error
         finally:
             beacon.light("engine")

@@ -8,12 +8,15 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
+import logging
 import mmap
 import os
 import pickle
+import socket
 import sys
 import threading
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,11 +37,22 @@ class Loads(ECConnectorMetadata):
 class PlainStore(ECConnectorBase):
     def __init__(self, vllm_config: Any, role: Any) -> None:
         super().__init__(vllm_config=vllm_config, role=role)
-        self.root = Path(vllm_config.ec_transfer_config.ec_connector_extra_config["root"])
+        settings = vllm_config.ec_transfer_config.ec_connector_extra_config
+        self.root = Path(settings["root"])
+        self.check_settings(set(settings) - {"root"})
+        self.check_store()
         # No worker of an encoder-decoder model would load anything.
         self.used = not vllm_config.model_config.is_encoder_decoder
         self.asked: dict[str, bool] = {}
         self.loads: list[str] = []
+
+    def check_settings(self, unknown: set[str]) -> None:
+        if unknown:
+            logging.getLogger(__name__).warning("unknown settings: %s", unknown)
+
+    def check_store(self) -> None:
+        if not self.root.is_dir():
+            logging.getLogger(__name__).warning("no folder: %s", self.root)
 
     def path(self, key: str) -> Path:
         return self.root / blake3.blake3(key.encode()).hexdigest()
@@ -87,6 +101,27 @@ class PlainStore(ECConnectorBase):
         head, _, body = data.partition(b"\n")
         shape, dtype = json.loads(head)
         return torch.frombuffer(bytearray(body), dtype=getattr(torch, dtype.removeprefix("torch."))).view(shape)
+
+
+# ---- the start ----
+
+
+class AsksOnImport(PlainStore):
+    """Its module asks a peer when it is imported."""
+
+
+class AsksForMetrics(PlainStore):
+    """Needs a peer to say which metrics there are."""
+
+    @classmethod
+    def build_prom_metrics(cls, *arguments: Any) -> None:
+        socket.create_connection(("192.0.2.1", 1), timeout=0.1)
+
+
+class TakesAnySetting(PlainStore):
+    """Does not look for settings that it does not know."""
+
+    def check_settings(self, unknown: set[str]) -> None: ...
 
 
 # ---- what is saved and found ----
@@ -208,7 +243,7 @@ class LazySaver(PlainStore):
 
 
 class AppendingRanks(PlainStore):
-    """Every rank adds its part to the one file."""
+    """Adds what it saves to the end of the one file: so does every rank, and every further save."""
 
     def put(self, key: str, tensor: torch.Tensor) -> None:
         with self.path(key).open("ab") as file:
@@ -298,18 +333,16 @@ class LoadsOneOnly(PlainStore):
 
 
 class LoadsLate(PlainStore):
-    """Starts a thread and returns."""
+    """Does the loads of a step with the next one."""
+
+    def __init__(self, vllm_config: Any, role: Any) -> None:
+        super().__init__(vllm_config, role)
+        self.late: list[str] = []
 
     def start_load_caches(self, encoder_cache: dict[str, torch.Tensor], **kwargs: Any) -> None:
-        keys = list(self._get_connector_metadata().keys)
-
-        def load() -> None:
-            time.sleep(600)
-            for key in keys:
-                encoder_cache[key] = self.unpack(self.path(key).read_bytes())
-
-        if keys:
-            threading.Thread(target=load, daemon=True).start()
+        keys, self.late = self.late, list(self._get_connector_metadata().keys)
+        for key in keys:
+            encoder_cache[key] = self.unpack(self.path(key).read_bytes())
 
 
 class OtherOnReload(PlainStore):
@@ -459,7 +492,7 @@ class RemembersAllocated(PlainStore):
 
 
 class DropsAtTheEnd(PlainStore):
-    """The worker forgets the loads of requests that have ended."""
+    """A consumer removes the objects of a request that has ended."""
 
     def request_finished(self, request: Any) -> tuple[bool, Any]:
         if self.is_consumer:
@@ -510,7 +543,7 @@ class NeedsWorkerStep(PlainStore):
 
 
 class EmptiesTheCache(PlainStore):
-    """Takes what it has loaded out of the engine's cache again at the end of the load."""
+    """Empties the engine's cache when a consumer hands it what it has encoded."""
 
     def save_caches(self, encoder_cache: dict[str, torch.Tensor], mm_hash: str, **kwargs: Any) -> None:
         super().save_caches(encoder_cache, mm_hash)
@@ -616,6 +649,28 @@ class KeepsFiles(PlainStore):
         ]
 
 
+class Aside(PlainStore):
+    """Asks and fills its store in threads, and holds a request back meanwhile."""
+
+    def __init__(self, vllm_config: Any, role: Any) -> None:
+        super().__init__(vllm_config, role)
+        self.threads = ThreadPoolExecutor(4)
+        self.looks: dict[str, Future[bool]] = {}
+
+    def ensure_cache_available(self, request: Any, num_computed_tokens: int) -> bool:
+        for feature in request.mm_features if self.is_consumer else ():
+            key = feature.identifier
+            self.looks[key] = self.looks.get(key) or self.threads.submit(self.path(key).exists)
+        return all(self.looks[feature.identifier].done() for feature in request.mm_features if self.is_consumer)
+
+    def has_cache_item(self, identifier: str) -> bool:
+        self.asked[identifier] = identifier in self.looks and self.looks[identifier].result()
+        return self.asked[identifier]
+
+    def put(self, key: str, tensor: torch.Tensor) -> None:
+        self.threads.submit(super().put, key, tensor.clone())
+
+
 # ---- the process ----
 
 
@@ -674,7 +729,7 @@ class PlainSubject(Subject):
     def connector_config(self, role: str, stack: StackInfo) -> dict[str, Any]:
         return {
             "ec_connector": self.connector,
-            "ec_connector_module_path": "planted_engine",
+            "ec_connector_module_path": "planted_import" if self.connector == "AsksOnImport" else "planted_engine",
             "ec_connector_extra_config": {"root": str(stack.store)},
         }
 

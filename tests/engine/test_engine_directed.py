@@ -13,6 +13,7 @@ pytestmark = pytest.mark.needs_vllm
 
 RACE = "epd_conformance.engine.directed:race"
 GROWTH = "epd_conformance.engine.directed:growth"
+SLOW = "epd_conformance.engine.slow_store:slow_store"
 DECODER = "epd_conformance.engine.directed:encoder_decoder"
 
 
@@ -48,3 +49,15 @@ def test_an_encoder_decoder_model_is_promised_nothing(host: Host) -> None:
     reference = host.call(DECODER, subject="reference")
     assert kinds("EPD-ROLE-008", reference) == set()
     assert measured.exercised("EPD-ROLE-008", reference)
+
+
+def test_a_slow_store_is_slow_and_who_waits_for_it_in_threads_stalls_no_step(host: Host) -> None:
+    aside = host.call(SLOW, {"seconds": 0.5}, subject="planted_engine:Aside_")
+    if not aside["held"]:
+        pytest.skip("the kernel does not let operations be held up")
+    assert kinds("EPD-LOAD-008", aside) == set()
+    assert measured.exercised("EPD-LOAD-008", aside)
+    assert measured.also_exercised("EPD-LOAD-008", aside) == {"EPD-LIFE-006", "EPD-LIFE-007"}
+    within = host.call(SLOW, {"seconds": 0.5}, subject="planted_engine:PlainStore_")
+    assert kinds("EPD-LOAD-008", within) == {"a step waits for the store"}
+    assert {hook for hook, seconds in within["slowest"].items() if seconds >= 0.5} == {"has_cache_item", "save_caches"}

@@ -79,8 +79,8 @@ def test_a_damaged_item_may_not_be_wrong_until_it_is_saved_again() -> None:
         (loaded(A, asked=False), "EPD-XFER-012"),
         (("missing", 0, "a"), "EPD-XFER-011"),
         (("saved", 0, "a", ["file"]), "EPD-ROLE-011"),
-        (("raised", "worker 0", "save_caches", "x"), "EPD-ROLE-011"),
-        (("raised", "worker 0", "start_load_caches", "x"), "EPD-XFER-011"),
+        (("raised", "worker 0", "save_caches", "x", []), "EPD-ROLE-011"),
+        (("raised", "worker 0", "start_load_caches", "x", []), "EPD-XFER-011"),
         (("unencodable", "r", "a"), "EPD-ERR-002"),
         (("deferred", "r", True, 9, [], []), "EPD-LIFE-008"),
         (("named", ["r"]), "EPD-ERR-001"),
@@ -115,11 +115,27 @@ def test_while_the_store_fails_nothing_is_to_be_found_and_hooks_still_return() -
     made.store_broke("removed")
     made.take("c", ("lookup", "r", "a", False))
     assert made.findings == []
-    made.take("c", ("raised", "scheduler", "has_cache_item", "x"))
+    made.take("c", ("raised", "scheduler", "has_cache_item", "x", ["a"]))
     assert requirements(made) == ["EPD-ERR-004"]
     made.store_broke("")
     made.take("c", ("lookup", "r", "a", False))
     assert requirements(made)[1:] == ["EPD-KEY-001"]
+
+
+def test_a_look_up_that_raises_is_blamed_on_the_object_that_lies_there() -> None:
+    for damaged, expected in ((True, "EPD-INTEG-001"), (False, "EPD-KEY-001")):
+        made = saved(judge())
+        made.take("e", ("damaged", "a" if damaged else "b", "truncated", ""))
+        made.take("c", ("raised", "scheduler", "has_cache_item", "x", ["a"]))
+        assert requirements(made) == [expected]
+
+
+def test_only_what_was_loaded_once_can_be_lost_when_loaded_again() -> None:
+    for loads, expected in (([loaded(A)], "EPD-XFER-015"), ([("encoded", 0, "a")], "EPD-XFER-011")):
+        made = saved(judge())
+        for event in [*loads, ("evicted", "a", False), ("missing", 0, "a")]:
+            made.take("c", event)
+        assert requirements(made) == [expected]
 
 
 def test_a_server_that_keeps_nothing_may_miss_after_its_restart() -> None:

@@ -68,7 +68,7 @@ PLANTED = [
     ("RaisesWhenFull", "store-full", "EPD-ERR-003"),
     ("RaisesWhenFull", "store-removed", "EPD-ERR-004"),
     ("LooksByTouching", "lookup-watched", "EPD-KEY-002"),
-    ("GivesUpOnce", "store-removed", "EPD-KEY-001"),
+    ("GivesUpOnce", "store-removed", "EPD-ERR-004"),
     ("PlainStore", "truncated-before", "EPD-INTEG-001"),
     ("PlainStore", "deleted-load", "EPD-RACE-002"),
     ("PlainStore", "reference-never-saved", "EPD-ERR-002"),

@@ -296,6 +296,16 @@ class RaisesWhenItCannotRead(SealedStore):
         return super().found(key) if self.path(key).name in names else None
 
 
+class SilentAboutItsStore(SealedStore):
+    """Starts without a store and says nothing."""
+
+    def check_store(self) -> None: ...
+
+
+class WaitsForItsStore(SealedStore):
+    """Looks up and saves within the step."""
+
+
 class NeverLooksAgain(SealedStore):
     """Gives a store up that was not there once."""
 

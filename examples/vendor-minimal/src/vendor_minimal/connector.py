@@ -47,6 +47,7 @@ class MinimalConnector(ECConnectorBase):  # type: ignore[misc]
         if set(extra) != {"path"} or not Path(str(extra["path"])).is_absolute():
             raise ValueError(f'ec_connector_extra_config is {extra}: give exactly {{"path": "/an/absolute/folder"}}')
         self._store = Store(Path(extra["path"]))
+        self._store.open()
         model = vllm_config.model_config
         self._model = model_identity(model)
         self._dtype = str(model.dtype).removeprefix("torch.")

@@ -62,6 +62,13 @@ class Store:
         """Where an item lies. A client may choose keys (`../x`, an absolute path, 10 kB): a hash stays in the folder."""
         return self.root / f"{sha256(key.encode('utf-8', 'surrogatepass')).hexdigest()}.item"
 
+    def open(self) -> None:
+        """Make the folder. What is wrong with it is said at the start, and not by a stack that never shares anything."""
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            logger.warning("vendor-minimal: %s cannot be made, nothing is shared: %s", self.root, error)
+
     def write(self, key: str, packed: bytes) -> None:
         """Put a file under its name, whole or not at all. Raises OSError."""
         self.root.mkdir(parents=True, exist_ok=True)
