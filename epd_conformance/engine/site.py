@@ -14,13 +14,13 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from epd_conformance.engine.events import Event
 from epd_conformance.engine.plan import SLOW, Plan
-from epd_conformance.probe import Rows, StoreProbe
+from epd_conformance.faults.damage import AMONG_ROWS, RAW, SEALED
+from epd_conformance.probe import StoreProbe
 from epd_conformance.subject import StackInfo, Subject
 
 #: Smaller than any object with its header, so that none can be written whole.
@@ -125,34 +125,18 @@ class Site:
 
     def _damaged(self, item: int, how: str, before: bytes) -> bytes | None:
         assert self.probe is not None
-        if how == "truncated":
-            return before[: len(before) // 2]
-        if how == "empty":
-            return b""
-        if how == "garbage":
-            return bytes(range(256))
+        if how in RAW:
+            return RAW[how](before)
         if how == "code":
             return f"cbuiltins\nopen\n(S'{self.outside / _TRACE}'\nS'x'\ntR.".encode()
-        if how == "flipped-bit":
-            return before[:-1] + bytes([before[-1] ^ 1])
-        if how == "zero-tail":
-            # Half of the rows at most: the header stays.
-            tail = len(self.probe.unseal(before).data) // 2
-            return before[:-tail] + bytes(tail)
         if how == "replaced":
             return self._donor(item)
         rows = self.probe.unseal(before)
-        each = len(rows.data) // rows.rows
-        if how == "one-row":
-            return self.probe.seal(rows.first(1), before) if rows.rows > 1 else None
-        if how == "rows-missing":
-            return self.probe.seal(rows.first(rows.rows - 1), before) if rows.rows > 1 else None
-        if how == "rows-added":
-            return self.probe.seal(replace(rows, data=rows.data + rows.data[-each:], rows=rows.rows + 1), before)
-        if how == "width":
-            half = [rows.data[at : at + each // 2] for at in range(0, len(rows.data), each)]
-            return self.probe.seal(replace(rows, data=b"".join(half), width=rows.width // 2), before)
-        return self.probe.seal(_other_dtype(rows), before)
+        if how in AMONG_ROWS:
+            return AMONG_ROWS[how](before, rows.data)
+        if how in ("one-row", "rows-missing") and rows.rows == 1:
+            return None
+        return self.probe.seal(SEALED[how](rows), before)
 
     def _donor(self, item: int) -> bytes | None:
         """Another item's whole object, of the same shape."""
@@ -256,12 +240,3 @@ def _override(may: bool) -> None:
     # Words: effective, permitted, inheritable of the lower 32 capabilities, then of the upper ones.
     data[0] = data[0] | bit & data[1] if may else data[0] & ~bit
     libc.capset(header, data)
-
-
-def _other_dtype(rows: Rows) -> Rows:
-    """The rows as a well-meant cast writes them: half precision, or full where the model has half."""
-    if rows.dtype == "float32":
-        halves = bytes(byte for at in range(0, len(rows.data), 4) for byte in rows.data[at + 2 : at + 4])
-        return replace(rows, data=halves, dtype="bfloat16")
-    doubled = b"".join(b"\0\0" + rows.data[at : at + 2] for at in range(0, len(rows.data), 2))
-    return replace(rows, data=doubled, dtype="float32")
