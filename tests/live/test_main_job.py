@@ -111,7 +111,7 @@ def test_whole_profiles_are_conformant(tmp_path: Path) -> None:
     """What `scripts/run` promises, in the mode that accepts no hole: exit code 0, and every equality over its proven path."""
     out = tmp_path / "all"
     arguments = ["--subject", "reference", "--profile", "all", "--mode", "certify", "--out", str(out)]
-    code, stdout, stderr = finish(start("epd_conformance.cli", "run", *arguments))
+    code, stdout, stderr = finish(start("epd_conformance.cli", "run", *arguments), 900)
     assert code == 0, f"{stdout}\n{stderr}"
     report = json.loads((out / "report.json").read_text())
     assert report["complete"] is True
