@@ -107,6 +107,7 @@ def test_the_table_says_what_ran_and_what_never_did(run: Path, tmp_path: Path) -
     assert rows["cpu-v1"] == [
         " never run ",
         " never run ",
+        " never run ",
         f" [reference](reports/one): {cells} of {cells} pass ",
         " never run ",
     ]
