@@ -89,12 +89,17 @@ class Request:
 
 @dataclass
 class Pass:
-    """What was recorded within one scheduling pass, and what follows from it as long as it goes on."""
+    """What was recorded within one scheduling pass.
+
+    `asked`: computed tokens of the requests that the connector was asked about; `answers`: look-ups by request and key; `chosen`:
+    rows that were chosen for a request to be encoded, and to be encoded or loaded; `spent`: rows of the budget that are taken;
+    `took`, `told`: items of requests that got room, and that the connector heard of; `roomy`, `refused`: keys and items that there
+    was room for, or none; `built`: calls of build_connector_meta.
+    """
 
     asked: dict[str, int] = field(default_factory=dict)
     answers: dict[tuple[str, str], bool] = field(default_factory=dict)
     chosen: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """Request -> rows that were chosen for it to be encoded, and to be encoded or loaded."""
     spent: int = 0
     took: list[tuple[str, int]] = field(default_factory=list)
     told: list[tuple[str, int]] = field(default_factory=list)
@@ -398,6 +403,9 @@ class ScheduleJudge:
             self._found(requirement, kind, expected, f"tokens {start} to {end} are scheduled without it", server)
         for key in encoded:
             feature = next(feature for feature in request.features if feature.key == key)
+            if feature.stripped:
+                # There is nothing to encode it from: whoever missed it has been judged by that.
+                state.lost.add(key)
             asked = now.answers.get((request_id, key))
             if asked is not False:
                 requirement = "EPD-XFER-021" if feature.stripped else "EPD-XFER-016"
