@@ -30,6 +30,9 @@ CHAT_PATH = "/v1/chat/completions"
 # by 2 s together.
 KEEP_ALIVE_S = 3.0
 
+# Of an upstream's reason in our message; the whole of it is in `upstream_body`.
+REASON_CHARACTERS = 300
+
 # A vLLM front end answers /health from its event loop in milliseconds; 5 s bridges a burst of image decoding
 # on a small machine, and is short enough for a prober that asks every 10 s.
 HEALTH_TIMEOUT_S = 5.0
@@ -97,8 +100,9 @@ class Leg:
     def error(self, what: str, *, code: int, kind: Kind, body: Any = None) -> StageError:
         """A StageError about this leg; `what` continues the sentence that begins with stage and address."""
         about = "" if self.item is None else f" (media item {self.item})"
+        said = _reason(body)
         return StageError(
-            f"{self.stage} server {self.upstream} {what}{about}",
+            f"{self.stage} server {self.upstream} {what}{about}{f': {said}' if said else ''}",
             code=code,
             stage=self.stage,
             upstream=self.upstream,
@@ -107,6 +111,13 @@ class Leg:
             item=self.item,
             kind=kind,
         )
+
+
+def _reason(body: Any) -> str:
+    """What an upstream's error says, for the one line that most clients show of ours; empty where it says nothing readable."""
+    error = body.get("error", body) if isinstance(body, dict) else body
+    said = error.get("message") if isinstance(error, dict) else error
+    return " ".join(said.split())[:REASON_CHARACTERS] if isinstance(said, str) else ""
 
 
 class Answer:

@@ -111,7 +111,7 @@ def test_another_encode_server_is_used(cell: CellUnderTest) -> None:
     ProxyCase(
         "img4",
         "side-by-side",
-        once(Send("four", chat("four", *images("four", 4))), acts=(Act("encode", wait_s=0.15),)),
+        once(Send("four", chat("four", *images("four", 4))), acts=(Act("encode", wait_s=0.2),)),
     ),
 )
 def test_items_are_primed_side_by_side(cell: CellUnderTest) -> None:

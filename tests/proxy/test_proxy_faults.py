@@ -45,7 +45,7 @@ def test_a_refusal_keeps_its_status_and_body(make_stack: MakeStack, stage: str, 
     refuse(fake, status)
     answer = stack.chat(chat(image("a"), stream=stream))
     assert answer.status_code == status
-    error_of(
+    error = error_of(
         answer,
         stage=stage,
         upstream=fake.url,
@@ -53,6 +53,8 @@ def test_a_refusal_keeps_its_status_and_body(make_stack: MakeStack, stage: str, 
         upstream_body=REFUSAL,
         item=0 if stage == "encode" else None,
     )
+    # All that most clients show of an error.
+    assert error["message"].endswith(": no such model")
     later = {"encode": stack.prefill + stack.decode, "prefill": stack.decode, "decode": []}[stage]
     assert [f.seen for f in later] == [[] for _ in later]
 
@@ -60,7 +62,11 @@ def test_a_refusal_keeps_its_status_and_body(make_stack: MakeStack, stage: str, 
 def test_a_refusal_that_is_no_json_is_told_as_text(make_stack: MakeStack) -> None:
     stack = make_stack()
     refuse(stack.decode[0], 500, b"Internal \xff Server Error")
-    error_of(stack.chat(chat("hi")), upstream_body="Internal � Server Error", upstream_status=500)
+    error = error_of(stack.chat(chat("hi")), upstream_body="Internal � Server Error", upstream_status=500)
+    assert error["message"].endswith(": Internal � Server Error")
+    for odd in ([1], {"error": {"message": 7}}, {"error": None}, None):
+        refuse(stack.decode[0], 500, odd)
+        assert error_of(stack.chat(chat("hi")))["message"].endswith(" answered 500")
 
 
 @pytest.mark.parametrize("status", [204, 302])
