@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from epd_conformance.engine import beacon, clock, configs
@@ -101,10 +102,11 @@ class _Watch:
             return
         what = _opening(event, arguments)
         if what:
-            modules, frame = [], sys._getframe(1)
+            modules: list[str] = []
+            frame: FrameType | None = sys._getframe(1)
             while frame is not None:
                 modules.append(str(frame.f_globals.get("__name__", "")))
-                frame = frame.f_back  # type: ignore[assignment]
+                frame = frame.f_back
             self._seen.append((what, modules))
 
     def because_of(self, own: set[str]) -> list[str]:
