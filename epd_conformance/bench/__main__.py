@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from epd_conformance.bench import boot, cell, connector, proxy
+from epd_conformance.bench import boot, cell, connector, engine, proxy
 from epd_conformance.bench.result import Measurement
 from epd_conformance.errors import StackError, UsageError
 
@@ -21,6 +21,7 @@ BENCHMARKS: dict[str, Callable[[Path, Callable[[str], None]], list[Measurement]]
     "boot": boot.measure,
     "cell": cell.measure,
     "connector": connector.measure,
+    "engine": engine.measure,
     "proxy": proxy.measure,
 }
 

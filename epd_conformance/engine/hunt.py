@@ -228,7 +228,6 @@ def _plainer(item: ItemSpec) -> Iterator[ItemSpec]:
     for name, usual in (
         ("strided", False),
         ("gaps", 0),
-        ("width", 1),
         ("pad", 0),
         ("rows", 1),
         ("rows", 2),

@@ -110,14 +110,14 @@ class ServerSpec:
 class ItemSpec:
     """One item. Its identifier is `key` behind `pad` times the letter x; `{outside}` in it is a folder outside the store.
 
-    `width`: in multiples of the language model's. `gaps`: tokens of the placeholder that are no embeddings, one in front of each
-    of the first so many rows. `strided`: the encoder's output is not contiguous.
+    `gaps`: tokens of the placeholder that are no embeddings, one in front of each of the first so many rows. `strided`: the
+    encoder's output is not contiguous. Rows are as wide as the model's encoder makes them: vLLM measures that width at start, and
+    a connector may hold every object against it.
     """
 
     key: str
     seed: int
     rows: int = 4
-    width: int = 1
     gaps: int = 0
     pad: int = 0
     strided: bool = False
@@ -126,7 +126,7 @@ class ItemSpec:
         return "x" * self.pad + self.key.replace("{outside}", outside)
 
     def content(self, hidden: int, dtype: str) -> Content:
-        return Content(self.seed, self.rows, self.width * hidden, dtype)
+        return Content(self.seed, self.rows, hidden, dtype)
 
 
 @dataclass(frozen=True)

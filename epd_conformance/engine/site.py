@@ -143,8 +143,11 @@ class Site:
         assert self.probe is not None
         own = self.plan.items[item]
         for other, spec in enumerate(self.plan.items):
-            same = (spec.rows, spec.width) == (own.rows, own.width)
-            if same and spec.seed != own.seed and (found := self.probe.read(self.keys[other])) is not None:
+            if (
+                spec.rows == own.rows
+                and spec.seed != own.seed
+                and (found := self.probe.read(self.keys[other])) is not None
+            ):
                 return found
         return None
 

@@ -56,6 +56,8 @@ class Source:
 
 def tensor_digest(tensor: torch.Tensor) -> str:
     """The digest of a tensor's values, whatever its layout. Where they are a file that was cut short, this is what dies of it."""
+    if tensor.is_meta:
+        return ""  # it has no values
     beacon.light(READING)
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     return digest(memoryview(flat.view(torch.uint8).numpy())) if flat.numel() else digest(b"")

@@ -154,9 +154,12 @@ def render(report: Report, width: int = WIDTH) -> RenderableType:
 
 
 def print_report(report: Report, console: Console | None = None) -> None:
-    """Prints `render(report)`, by default to the standard output."""
+    """Prints `render(report)`, by default to the standard output.
+
+    No line is broken: commands, paths and plans are there to be copied, and a terminal breaks lines by itself.
+    """
     console = console or Console(highlight=False)
-    console.print(render(report, console.width))
+    console.print(render(report, console.width), soft_wrap=True)
 
 
 def _counted(item: RequirementRecord, topology: str) -> Text:

@@ -134,6 +134,28 @@ class Noop(PlainStore):
         pass
 
 
+class NeverHits(PlainStore):
+    """Answers every look-up with no: the consumer encodes for itself, and every answer is right."""
+
+    def has_cache_item(self, identifier: str) -> bool:
+        self.asked[identifier] = False
+        return False
+
+
+class LoraBlind(PlainStore):
+    """Takes the adapter off a key."""
+
+    def path(self, key: str) -> Path:
+        return super().path(key.rpartition(":")[2])
+
+
+class ShapeBlind(PlainStore):
+    """Keeps values and forgets their shape."""
+
+    def unpack(self, data: bytes) -> torch.Tensor:
+        return super().unpack(data).flatten()
+
+
 class KeyPrefix(PlainStore):
     """Names an object by the first thousand characters of its key."""
 
@@ -242,6 +264,23 @@ class LazySaver(PlainStore):
         self.kept.clear()
 
 
+class PromisesEarly(LazySaver):
+    """Lists an item when it is handed over, and saves it with the next step."""
+
+    def listed(self, key: str) -> Path:
+        return self.path(key).with_suffix(".listed")
+
+    def save_caches(self, encoder_cache: dict[str, torch.Tensor], mm_hash: str, **kwargs: Any) -> None:
+        if self.is_producer:
+            self.kept[mm_hash] = encoder_cache[mm_hash].clone()
+            with contextlib.suppress(OSError):
+                self.listed(mm_hash).touch()
+
+    def has_cache_item(self, identifier: str) -> bool:
+        self.asked[identifier] = self.is_consumer and self.used and self.listed(identifier).exists()
+        return self.asked[identifier]
+
+
 class AppendingRanks(PlainStore):
     """Adds what it saves to the end of the one file: so does every rank, and every further save."""
 
@@ -322,6 +361,22 @@ class Swapper(PlainStore):
         keys = self._get_connector_metadata().keys
         if len(keys) > 1:
             encoder_cache[keys[0]], encoder_cache[keys[1]] = encoder_cache[keys[1]], encoder_cache[keys[0]]
+
+
+class OrderBlind(PlainStore):
+    """Gives the items of a step their rows in the order of their names."""
+
+    def start_load_caches(self, encoder_cache: dict[str, torch.Tensor], **kwargs: Any) -> None:
+        keys = self._get_connector_metadata().keys
+        for key, other in zip(keys, sorted(keys), strict=True):
+            encoder_cache[key] = self.unpack(self.path(other).read_bytes())
+
+
+class WrongDevice(PlainStore):
+    """Loads to a device on which no values are."""
+
+    def unpack(self, data: bytes) -> torch.Tensor:
+        return super().unpack(data).to("meta")
 
 
 class LoadsOneOnly(PlainStore):
@@ -717,6 +772,38 @@ class NotMade(PlainStore):
 
     def __init__(self, vllm_config: Any, role: Any) -> None:
         raise RuntimeError("no")
+
+
+def _raises(self: Any, *arguments: Any, **keywords: Any) -> Any:
+    raise RuntimeError("no")
+
+
+#: The hooks of a connector; `RaisesIn_<hook>` raises there.
+HOOKS = (
+    "start_worker_services",
+    "ensure_cache_available",
+    "has_cache_item",
+    "update_state_after_alloc",
+    "update_state_after_free",
+    "build_connector_meta",
+    "bind_connector_metadata",
+    "clear_connector_metadata",
+    "start_save_caches",
+    "start_load_caches",
+    "save_caches",
+    "get_finished",
+    "build_connector_worker_meta",
+    "get_ec_connector_stats",
+    "take_unavailable_requests",
+    "update_connector_output",
+    "request_finished",
+    "has_pending_push_work",
+    "shutdown",
+)
+for _hook in HOOKS:
+    # Of what no worker reported nobody hears.
+    _reports = {"build_connector_worker_meta": lambda self: Ready()}
+    globals()[f"RaisesIn_{_hook}"] = type(f"RaisesIn_{_hook}", (PlainStore,), {**_reports, _hook: _raises})
 
 
 class PlainSubject(Subject):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from epd_conformance.engine.corpus import corpus
+from epd_conformance.engine.findings import HOOK_REQUIREMENT
 from epd_conformance.engine.hosted import Host
 from epd_conformance.features import Feature
 
@@ -21,6 +22,8 @@ FEATURES = frozenset(
     }
 )
 CORPUS = corpus(FEATURES)
+#: What `HOOK_REQUIREMENT` has beside hooks, and the maker, which has a connector of its own.
+_NO_HOOKS = ("__init__", "import", "build_prom_metrics")
 
 # Connector, the plan of the corpus that shows it, and the requirement that it is found by.
 PLANTED = [
@@ -84,6 +87,12 @@ PLANTED = [
 def test_is_found(host: Host, connector: str, name: str, requirement: str) -> None:
     carried = host.carry(CORPUS[name], subject=f"planted_engine:{connector}_")
     assert requirement in {finding.requirement for finding in carried.findings}, carried
+
+
+@pytest.mark.parametrize("hook", [hook for hook in HOOK_REQUIREMENT if hook not in _NO_HOOKS])
+def test_whichever_hook_raises_is_found_and_named(host: Host, hook: str) -> None:
+    carried = host.carry(CORPUS["transfer-v2"], subject=f"planted_engine:RaisesIn_{hook}_")
+    assert (HOOK_REQUIREMENT[hook], f"{hook} raised") in {finding.name for finding in carried.findings}, carried
 
 
 def test_a_hook_that_hangs_is_found_and_named(host: Host) -> None:

@@ -257,3 +257,11 @@ class TestFailureText:
     )
     def test_an_answer_that_ends_early_shows_its_end(self, index: int, ids: list[int], shown: str) -> None:
         assert Divergence(index, ids, []).lines()[1] == f"  expected {shown}"
+
+
+def test_what_is_there_to_be_copied_is_not_broken() -> None:
+    command = "epd-conformance replay " + "folder/" * 20 + "cell.json"
+    stream = io.StringIO()
+    failed = cell("EPD-TOK-002", "e-pd", "fail", message=f"carry it out: {command}")
+    print_report(report([failed]), Console(file=stream, width=80))
+    assert f"carry it out: {command}\n" in stream.getvalue()

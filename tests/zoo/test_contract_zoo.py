@@ -7,11 +7,14 @@ from collections.abc import Iterator
 
 import pytest
 import zoo_table
-from zoo_table import CHECKED, PAGE, PATHS, RIGHT, caught, connectors, features_of, page, read
+from zoo_table import CHECKED, PAGE, PATHS, RIGHT, asked_of, caught, connectors, features_of, page, read
 
 from epd_conformance import catalogue
+from epd_conformance.engine.corpus import corpus
 from epd_conformance.engine.hosted import Host
+from epd_conformance.engine.pool import Pool
 from epd_conformance.errors import UsageError
+from epd_conformance.verdict import Verdict
 
 TABLE = read()
 
@@ -33,6 +36,20 @@ def test_a_connector_fails_what_the_table_says(zoo: Host, name: str) -> None:
     module = connectors()[name]
     assert caught(zoo, name, module, features_of(zoo, name, module)) == TABLE[name]
     zoo.recycle()
+
+
+@pytest.mark.needs_vllm
+def test_a_damage_that_did_not_happen_shows_nothing(zoo: Host) -> None:
+    """A subject that only says it breaks its store passes nothing about a broken store."""
+    asked = asked_of(features_of(zoo, "SealedStore", "zoo_sealed"))
+    plans = {
+        name: plan for name, plan in corpus(features_of(zoo, "SealedStore", "zoo_sealed")).items() if "-before" in name
+    }
+    for subject, verdict in (("IdleProbeSubject", Verdict.INCONCLUSIVE), ("SealedStore_", Verdict.PASS)):
+        kept = [zoo.carry(plan, subject=f"zoo_sealed:{subject}", keep=name).evidence for name, plan in plans.items()]
+        pool = Pool(0, 0, "", tuple(one for one in kept if one is not None))
+        for requirement in ("EPD-INTEG-002", "EPD-INTEG-003", "EPD-INTEG-011"):
+            assert pool.judge(requirement, "", asked).verdict is verdict, (subject, requirement)
 
 
 def test_the_table_has_every_connector() -> None:

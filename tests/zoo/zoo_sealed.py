@@ -314,6 +314,15 @@ class NeverLooksAgain(SealedStore):
         return None if self.gone else super().found(key)
 
 
+class GivesUpAtOnce(SealedStore):
+    """Never loads anything again once an object was bad."""
+
+    def found(self, key: str) -> bytes | None:
+        data = super().found(key)
+        self.shy = getattr(self, "shy", False) or (data is None and self.path(key).exists())
+        return None if self.shy else data
+
+
 # ---- references ----
 
 
@@ -436,6 +445,21 @@ class SealedProbe(PlainProbe):
     def seal(self, rows: Rows, like: bytes) -> bytes:
         key = json.loads(like.partition(b"\n")[0])["key"]
         return sealed(key, rows.data, [rows.rows, rows.width], f"torch.{rows.dtype}")
+
+
+class IdleProbe(SealedProbe):
+    """Says that it has damaged an object, and has not."""
+
+    def write(self, key: str, data: bytes) -> None: ...
+
+    def delete(self, key: str) -> None: ...
+
+
+class IdleProbeSubject(SealedSubject):
+    """The right connector whose subject breaks nothing."""
+
+    def probe(self, stack: StackInfo) -> Any:
+        return IdleProbe(stack.store)
 
 
 FURTHER: dict[type, set[Feature]] = {
