@@ -53,17 +53,25 @@ class MadeHost:
         # What a twin shows is the same, so that nothing is explained by a circumstance.
         twins = dict.fromkeys(("EPD-INIT-006", "EPD-XFER-009", "EPD-RACE-011", "EPD-RACE-007"), events)
         twins |= dict.fromkeys(("EPD-ROLE-010", "EPD-XFER-010", "EPD-XFER-014", "EPD-SEC-004"), events)
+        twins |= dict.fromkeys(("EPD-ERR-003", "EPD-ERR-004"), events)
         found = PlanEvidence(keep, plan, HIDDEN, found.events, twins, dead)
         findings = [Finding("EPD-XFER-011", "promised and not there", "", "")] if lost else []
         return Carried(findings, 1, evidence=found, death=dead)
 
-    def call(self, function: str, arguments: Any, *, limit_s: float) -> dict[str, Any]:
+    def call(self, function: str, arguments: Any, *, bare: bool, limit_s: float) -> dict[str, Any]:
+        assert bare is function.endswith(":imports")
         if function.endswith(":race"):
             return {"writers": arguments["writers"], "bad": [], "saves": 9, "loads": 9, "misses": 0}
         if function.endswith(":growth"):
             return {"cycles": 80, "objects": [5, 5], "open files": [3, 3]}
         if function.endswith(":identities"):
             return {"configurations": ["a", "b"], "identifiers": [["k", "l"], ["k", "l"]], "hashes": ["h", "h"]}
+        if function.endswith(":imports"):
+            return {"asked": True, "error": "", "opened": [], "offline": True}
+        if function.endswith((":unknown_setting", ":unusable_store")):
+            return {"usable": True, "configured": True, "roles": {}}
+        if function.endswith(":slow_store"):
+            return {"held": 3, "slowest": {"save_caches": 0.01}, "deferred": 0, "served": True, "died": ""}
         return {"saved": True, "answer": False}
 
 
@@ -98,6 +106,10 @@ def test_what_was_put_to_the_test_passes_and_nothing_else(contract: Contract) ->
         "EPD-RACE-011",
         "EPD-LIFE-001",
         "EPD-ROLE-008",
+        "EPD-INIT-002",
+        "EPD-INIT-004",
+        "EPD-INIT-005",
+        "EPD-LOAD-008",
     }
     assert {words for name, words in ended.verdicts.items() if name not in passed} == {"inconclusive not-exercised"}
     assert "noiseFloor" in ended.report
@@ -210,8 +222,8 @@ def draw_others(lines: list[dict[str, Any]]) -> None:
 
 
 def leave_out(lines: list[dict[str, Any]]) -> None:
-    lines[0]["left"] = [lines[-5]["plan"]["name"]]
-    del lines[-5]
+    last = max(index for index, line in enumerate(lines) if "plan" in line)
+    lines[0]["left"] = [lines.pop(last)["plan"]["name"]]
 
 
 def make_an_easier_plan(lines: list[dict[str, Any]]) -> None:
