@@ -159,6 +159,10 @@ def run(
         arguments += ["--proxy-feature", feature]
     for option, path in (("--out", out), ("--attach", attach), ("--known", known), ("--junitxml", junitxml)):
         arguments += [option, str(path)] if path else []
+    if workers and proxy_url:
+        raise UsageError(
+            "--proxy-url has its fake servers on fixed ports, which one process can have: leave out --workers"
+        )
     if junitxml is not None:
         _writable("--junitxml", junitxml, junitxml.absolute().parent)
     if alluredir is not None:

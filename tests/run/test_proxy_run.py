@@ -197,6 +197,7 @@ def test_a_proxy_that_somebody_starts_by_hand(ours: Callable[..., tuple[Ended, P
         (("--examples", "4"), "--examples says how many plans the profiles contract, scheduler draw"),
         (("--proxy-url", "http://h:1"), "add --proxy-upstreams"),
         (("--proxy-url", "h:1", "--proxy-upstreams", "decode=1"), "is no address"),
+        (("--proxy-url", "http://h:1", "--workers", "2"), "leave out --workers"),
         (("--proxy-upstreams", "decode=1"), "add --proxy-command or --proxy-url"),
         (("--proxy-command", "x {port}"), "names no encode servers"),
         (("--proxy-command", "x {encode_urls} {decode_urls}"), "where the proxy listens"),
