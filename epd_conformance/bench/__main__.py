@@ -10,11 +10,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
-from epd_conformance.bench import boot, cell, connector, proxy
-from epd_conformance.bench.result import Measurement
+from epd_conformance.bench import boot, cell, connector, power, proxy
+from epd_conformance.bench.result import Measurement, print_table
 from epd_conformance.errors import StackError, UsageError
 
 BENCHMARKS: dict[str, Callable[[Path, Callable[[str], None]], list[Measurement]]] = {
@@ -23,31 +21,32 @@ BENCHMARKS: dict[str, Callable[[Path, Callable[[str], None]], list[Measurement]]
     "connector": connector.measure,
     "proxy": proxy.measure,
 }
+#: Those with options of their own.
+WITH_OPTIONS: dict[str, Callable[..., None]] = {"power": power.command}
+_NAMES = ", ".join([*BENCHMARKS, *WITH_OPTIONS])
 
 
 def bench(
-    name: Annotated[str, typer.Argument(help=f"one of: {', '.join(BENCHMARKS)}")],
+    name: Annotated[str, typer.Argument(help=f"one of: {_NAMES}")],
     as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> None:
     """Measure one thing against its baseline. A missed goal is printed, and is no error."""
     if name not in BENCHMARKS:
-        raise UsageError(f"no benchmark {name!r}: use {', '.join(BENCHMARKS)}")
+        raise UsageError(f"no benchmark {name!r}: use {_NAMES}")
     with tempfile.TemporaryDirectory(prefix="epd-bench-") as folder:
         results = BENCHMARKS[name](Path(folder), lambda line: print(line, file=sys.stderr, flush=True))
     if as_json:
         print(json.dumps([result.to_json() for result in results], indent=2))
         return
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for column in ("name", "value", "unit", "baseline", "ratio", "goal", "met"):
-        table.add_column(column, justify="left" if column in ("name", "unit", "goal", "met") else "right")
-    for result in results:
-        table.add_row(*result.cells())
-    Console(highlight=False).print(table)
+    print_table(results)
 
 
 def main() -> None:
+    own = WITH_OPTIONS.get(sys.argv[1]) if len(sys.argv) > 1 else None
+    if own is not None:
+        del sys.argv[1]
     try:
-        typer.run(bench)
+        typer.run(own or bench)
     except (UsageError, StackError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

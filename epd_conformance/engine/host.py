@@ -166,9 +166,12 @@ def _neutral(events: Any, folder: Path, root: Path) -> Any:
 
 
 def _limit_memory(more: int) -> None:
-    """Let this process take so many bytes of address space beyond what it has: what grows without end meets a MemoryError."""
-    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
-    resource.setrlimit(resource.RLIMIT_AS, (pages * mmap.PAGESIZE + more, resource.RLIM_INFINITY))
+    """Let this process take so many bytes of its own beyond what it has: what grows without end meets a MemoryError.
+
+    Shared mappings do not count: a connector may reserve a large one, of which it touches little.
+    """
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[5])
+    resource.setrlimit(resource.RLIMIT_DATA, (pages * mmap.PAGESIZE + more, resource.RLIM_INFINITY))
 
 
 if __name__ == "__main__":
