@@ -97,6 +97,7 @@ class ReferenceSubject(Subject):
         {
             Feature.KV_DISAGGREGATION,
             Feature.EC_BOTH,
+            Feature.METADATA_ONLY,
             Feature.MULTI_PRODUCER,
             Feature.MULTI_CONSUMER,
             Feature.PERSISTENT_STORE,

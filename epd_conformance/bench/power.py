@@ -68,6 +68,7 @@ def command(
         Path | None, typer.Option(help="write what becomes of each mutant to this file, one a line")
     ] = None,
     again: Annotated[Path | None, typer.Option(help="only what survived according to this ledger")] = None,
+    steps: Annotated[int, typer.Option(min=0, help="plans and checks that a mutant meets, at most; 0: all")] = 0,
     workers: Annotated[int, typer.Option(min=1, max=MOST_WORKERS, help="processes at a time")] = MOST_WORKERS,
 ) -> None:
     """Plant faults in the reference connector, one by one, and count those that the contract layer finds."""
@@ -83,6 +84,7 @@ def command(
             picked,
             workers=workers,
             minutes=minutes or None,
+            most=steps or None,
             say=say,
             take=lambda fate: _write(file, fate),
         )

@@ -40,12 +40,14 @@ def step(
     modules: Sequence[str],
     plan: Mapping[str, Any] | None = None,
     check: str = "",
+    changed: Mapping[str, Any] | None = None,
     mutant: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """Carry out a plan or a directed check.
 
     Args:
         modules: the connector's, by dotted name, those that others import first.
+        changed: arguments of the check that are not its usual ones.
         mutant: `name`, `module` and the `path` of its source; the child keeps it from the first call on. None: nothing is changed.
 
     Returns:
@@ -57,7 +59,7 @@ def step(
             return {"broken": problem}
     # A mutant that lists the wrong folder lists an empty one.
     with contextlib.chdir(root):
-        found = _carried(subject, root, plan, check)
+        found = _carried(subject, root, plan, check, changed or {})
     active = mutant is None or getattr(sys.modules[mutant["module"]], MARK, "") == mutant["name"]
     return {"findings": [dataclasses.asdict(finding) for finding in found], "active": active}
 
@@ -69,6 +71,7 @@ def traced(
     modules: Sequence[str],
     plan: Mapping[str, Any] | None = None,
     check: str = "",
+    changed: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """As `step` with nothing changed; also the `lines` that ran of each module, in all threads and forked processes."""
     global _seen
@@ -76,16 +79,18 @@ def traced(
         loaded = {name: importlib.import_module(name).__file__ or "" for name in modules}
         _seen = _Lines(loaded)
     with _seen:
-        found = _carried(subject, root, plan, check)
+        found = _carried(subject, root, plan, check, changed or {})
     return {"findings": [dataclasses.asdict(finding) for finding in found], "lines": _seen.taken()}
 
 
-def _carried(subject: Subject, root: Path, plan: Mapping[str, Any] | None, check: str) -> list[Finding]:
+def _carried(
+    subject: Subject, root: Path, plan: Mapping[str, Any] | None, check: str, changed: Mapping[str, Any]
+) -> list[Finding]:
     if plan is not None:
         return machine.run(Plan.from_json(plan), subject, root).findings
     one = measured.CHECKS[check]
     function: Callable[..., dict[str, Any]] = getattr(directed, one.function)
-    return measured.findings(one.requirement, function(subject, root, **one.arguments))
+    return measured.findings(one.requirement, function(subject, root, **{**one.arguments, **changed}))
 
 
 def _activate(modules: Sequence[str], mutant: Mapping[str, str]) -> str:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from epd_conformance.power.trial import Target
-from epd_conformance.subject import load
+from epd_conformance.subject import ReferenceSubject, StackInfo
 
 _FOLDER = "epd_conformance.connectors"
 
@@ -37,5 +38,15 @@ MODULES: Mapping[str, tuple[str, ...]] = {
 }
 
 
+class Tight(ReferenceSubject):
+    """The reference connector with every limit set, none of which a plan comes to: what then is lost was lost without need."""
+
+    def connector_config(self, role: str, stack: StackInfo) -> dict[str, Any]:
+        config = super().connector_config(role, stack)
+        # Room for eight items at a time, the most that a plan asks for.
+        limits = {"pin_bytes": 1 << 17, "max_bytes": 1 << 40, "max_age_s": 1e9, "fsync": True}
+        return {**config, "ec_connector_extra_config": {**config["ec_connector_extra_config"], **limits}}
+
+
 def target() -> Target:
-    return Target("reference", load("reference").features, MODULES)
+    return Target("reference", ReferenceSubject.features, MODULES, tight=f"{__name__}:Tight")

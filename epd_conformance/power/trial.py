@@ -34,6 +34,8 @@ MUTANT_LIMIT_S = 120.0
 STEPS_A_CHILD = 100
 #: Drawn plans, as many as in a run while one works on a connector.
 DRAWN = 120
+#: Seconds of a race, for each mutant that survives so long: enough for some hundreds of saves and loads.
+RACE_S = 0.4
 SEED = 0
 
 Outcome = Literal["killed", "survived", "not reached", "timed out", "broken"]
@@ -48,24 +50,30 @@ class Target:
         subject: as `--subject` takes it.
         modules: dotted name -> qualified names that are left out; those that others import first.
         paths: folders that children have in front of `sys.path`.
+        tight: a second subject, the same connector in another configuration; it meets the corpus. Empty: none.
     """
 
     subject: str
     features: frozenset[Feature]
     modules: Mapping[str, Collection[str]]
     paths: Sequence[str] = ()
+    tight: str = ""
 
 
 @dataclass(frozen=True)
 class Step:
-    """A plan, or else a directed check."""
+    """A plan, or else a directed check, for a subject."""
 
     name: str
+    subject: str
     plan: Plan | None = None
 
     @property
     def arguments(self) -> dict[str, Any]:
-        return {"plan": self.plan.to_json()} if self.plan is not None else {"check": self.name}
+        if self.plan is not None:
+            return {"plan": self.plan.to_json()}
+        seconds = {"seconds": RACE_S} if "seconds" in measured.CHECKS[self.name].arguments else {}
+        return {"check": self.name, "changed": seconds}
 
 
 @dataclass(frozen=True)
@@ -90,25 +98,35 @@ class Fate:
 
 @dataclass
 class Baseline:
-    """The steps, the shortest first, and the lines that each of them runs, by module."""
+    """The steps, and the lines that each of them runs, by module."""
 
     steps: list[Step] = field(default_factory=list)
     lines: dict[str, dict[str, frozenset[int]]] = field(default_factory=dict)
 
-    def reaching(self, mutant: Mutant) -> list[Step]:
-        """The steps that run the mutant's statement; what runs on import, all of them."""
-        if not mutant.function:
-            return self.steps
+    def reaching(self, mutant: Mutant, most: int | None = None) -> list[Step]:
+        """The first steps that run the mutant's statement; what runs on import, all of them do."""
         wanted = frozenset(mutant.lines)
-        return [step for step in self.steps if self.lines[step.name][mutant.module] & wanted]
+        found = [step for step in self.steps if not mutant.function or self.lines[step.name][mutant.module] & wanted]
+        return found[:most]
 
 
-def steps_of(features: frozenset[Feature]) -> list[Step]:
-    """The corpus and the drawn plans, in the order of their length, then the directed checks."""
-    plans = corpus(features) | drawn(features, DRAWN, SEED)
-    # A plan that forks a process for each object takes ten times as long.
-    ordered = sorted(plans.items(), key=lambda named: (named[1].apart, len(named[1].to_text()), named[0]))
-    return [Step(name, plan) for name, plan in ordered] + [Step(name) for name in measured.CHECKS]
+def steps_of(target: Target) -> list[Step]:
+    """The corpus, the directed checks and the drawn plans; of each kind of plan first one, then a second one, and so on."""
+    plans = corpus(target.features)
+    steps = [Step(name, target.subject, plan) for name, plan in plans.items()]
+    if target.tight:
+        # Not what watches the store during a look-up: a producer that keeps limits writes there whenever it likes.
+        watched = [name for name, plan in plans.items() if any(one.get("watch") for one in plan.operations)]
+        steps += [Step(f"tight-{name}", target.tight, plan) for name, plan in plans.items() if name not in watched]
+    steps += [Step(name, target.subject) for name in measured.CHECKS]
+    steps += [Step(name, target.subject, plan) for name, plan in drawn(target.features, DRAWN, SEED).items()]
+    turns: Counter[str] = Counter()
+    turn = {}
+    for step in steps:
+        kind = step.name.rpartition("-")[0] or step.name
+        turns[kind] += 1
+        turn[step.name] = turns[kind]
+    return sorted(steps, key=lambda step: turn[step.name])
 
 
 def baseline(host: Host, target: Target, steps: Sequence[Step]) -> Baseline:
@@ -117,11 +135,11 @@ def baseline(host: Host, target: Target, steps: Sequence[Step]) -> Baseline:
     host.recycle()
     for step in steps:
         arguments = {**step.arguments, "modules": list(target.modules)}
-        answer = host.call(f"{_INSIDE}:traced", arguments, subject=target.subject, limit_s=MUTANT_LIMIT_S)
+        answer = host.call(f"{_INSIDE}:traced", arguments, subject=step.subject, limit_s=MUTANT_LIMIT_S)
         shown = answer.findings if isinstance(answer, Carried) else answer["findings"]
         if shown:
             raise UsageError(
-                f"{target.subject} as it is fails {step.name} of the contract layer, so nothing could be learnt from mutants: "
+                f"{step.subject} as it is fails {step.name} of the contract layer, so nothing could be learnt from mutants: "
                 f"mend that first ({shown[0]})"
             )
         found.lines[step.name] = {name: frozenset(lines) for name, lines in answer["lines"].items()}
@@ -154,7 +172,7 @@ def fate(host: Host, target: Target, mutant: Mutant, name: str, steps: Sequence[
             if tried % STEPS_A_CHILD == 0:
                 host.recycle()
             arguments = {**step.arguments, "modules": list(target.modules), "mutant": told}
-            answer = host.call(f"{_INSIDE}:step", arguments, subject=target.subject, limit_s=STEP_LIMIT_S)
+            answer = host.call(f"{_INSIDE}:step", arguments, subject=step.subject, limit_s=STEP_LIMIT_S)
             if isinstance(answer, Carried):
                 finding = answer.findings[0]
                 hung = answer.death is not None and answer.death.hung
@@ -179,6 +197,7 @@ def run(
     *,
     workers: int,
     minutes: float | None,
+    most: int | None = None,
     say: Callable[[str], None],
     take: Callable[[Fate], None] = lambda fate: None,
 ) -> tuple[list[Fate], int]:
@@ -187,6 +206,7 @@ def run(
     Args:
         workers: processes at a time, one or two: each of them imports vLLM.
         minutes: no further mutant is begun after so many; the baseline counts. None: no limit.
+        most: the steps that a mutant meets, at most. None: all that run its statement.
         take: called with each fate as it comes.
     """
     began = time.monotonic()
@@ -203,7 +223,7 @@ def run(
                 with lock:
                     if base is None:
                         say(f"{target.subject} as it is")
-                        base = baseline(host, target, steps_of(target.features))
+                        base = baseline(host, target, steps_of(target))
                         say(f"{len(base.steps)} steps find nothing; {_minutes(began):.1f} min")
                     if minutes is not None and _minutes(began) >= minutes:
                         return
@@ -211,7 +231,7 @@ def run(
                 if number >= len(mutants):
                     return
                 mutant = mutants[number]
-                one = fate(host, target, mutant, f"m{number}", base.reaching(mutant), Path(folder))
+                one = fate(host, target, mutant, f"m{number}", base.reaching(mutant, most), Path(folder))
                 with lock:
                     fates[number] = one
                     take(one)

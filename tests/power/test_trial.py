@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ pytestmark = pytest.mark.needs_vllm
 HERE = Path(__file__).parent
 PATHS = [str(HERE), str(HERE.parent / "engine")]
 TARGET = trial.Target("mutable_store:MutableSubject", frozenset(), {"mutable": (), "mutable_store": ()}, PATHS)
-STEPS = [trial.Step(name, corpus(frozenset())[name]) for name in ("miss", "transfer-v1")]
+STEPS = [trial.Step(name, TARGET.subject, corpus(frozenset())[name]) for name in ("miss", "transfer-v1")]
 
 
 @pytest.fixture(scope="module")
@@ -95,5 +96,6 @@ def test_a_mutant_that_is_not_in_place_is_noticed(host: Host, base: trial.Baseli
 
 def test_a_connector_that_fails_as_it_is_teaches_nothing(host: Host) -> None:
     broken = trial.Target("planted_engine:Noop_", frozenset(), {"planted_engine": ()}, PATHS)
+    steps = [replace(step, subject=broken.subject) for step in STEPS]
     with pytest.raises(UsageError, match="as it is fails transfer-v1"):
-        trial.baseline(host, broken, STEPS)
+        trial.baseline(host, broken, steps)
