@@ -1,7 +1,7 @@
 """Survivors that are explained: data beside this module, `survivors.toml`. Pure.
 
-An explanation names a mutant by its module, function and change, so that it stays right when other lines are added; without a
-change it is about all mutants of a function.
+An explanation names a mutant by its module, function and change, so that it stays right when other lines are added. One that
+holds for many mutants alike names what they have in common: their function, or a part of the line that they change.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ class Explanation(BaseModel):
 
     Attributes:
         module: the last part of its name.
-        function: qualified; empty for what runs on import.
-        before, after: the changed lines, as `bench power --survivors` prints them; empty for every change of the function.
+        function: qualified; empty for what runs on import, `*` for any.
+        before, after: the changed lines, as `bench power --survivors` prints them; empty for every change.
+        part: what stands in the lines before the change; empty for anything.
         kind: `equivalent`: no behaviour differs that anybody could see; `elsewhere`: the contract layer cannot see it, and `why`
             names the test that does.
     """
@@ -36,6 +37,7 @@ class Explanation(BaseModel):
     function: str
     before: str = ""
     after: str = ""
+    part: str = ""
     kind: Literal["equivalent", "elsewhere"]
     why: str
 
@@ -43,12 +45,16 @@ class Explanation(BaseModel):
     def _both(self) -> Explanation:
         if bool(self.before) is not bool(self.after):
             raise ValueError(f"{self.module}.{self.function}: give before and after, or neither")
+        if self.function in ("", "*") and not self.before and not self.part:
+            raise ValueError(f"{self.module}: for a whole module give a part of the lines that are meant")
         return self
 
     def fits(self, mutant: Mutant) -> bool:
-        place = (mutant.module.rpartition(".")[2], mutant.function)
-        return place == (self.module, self.function) and (
-            not self.before or (mutant.before, mutant.after) == (self.before, self.after)
+        return (
+            mutant.module.rpartition(".")[2] == self.module
+            and self.function in ("*", mutant.function)
+            and self.part in mutant.before
+            and (not self.before or (mutant.before, mutant.after) == (self.before, self.after))
         )
 
 

@@ -124,13 +124,12 @@ def _is_text(node: cst.CSTNode) -> bool:
 
 
 def _is_log(node: cst.BaseExpression) -> bool:
-    """Whether it is a line for the log: `logger.warning(...)`."""
-    return (
-        isinstance(node, cst.Call)
-        and isinstance(node.func, cst.Attribute)
-        and isinstance(node.func.value, cst.Name)
-        and node.func.value.value == "logger"
-    )
+    """Whether it is a line for the log: `logger.warning(...)`, or `self._warn(...)`, which says it once."""
+    if not (
+        isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute) and isinstance(node.func.value, cst.Name)
+    ):
+        return False
+    return node.func.value.value == "logger" or (node.func.value.value, node.func.attr.value) == ("self", "_warn")
 
 
 def _lacks_text(call: cst.Call, changed: cst.Call) -> bool:

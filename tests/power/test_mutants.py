@@ -96,14 +96,23 @@ def test_an_explanation_is_about_one_change_or_a_whole_function(tmp_path: Path) 
         '[[survivor]]\nmodule = "module"\nfunction = "Box.far"\nkind = "equivalent"\nwhy = "w"\n'
         'before = "if size is None:"\nafter = "if size is not None:"\n'
         '[[survivor]]\nmodule = "module"\nfunction = "text"\nkind = "elsewhere"\nwhy = "tests/test_text.py"\n'
-        '[[survivor]]\nmodule = "module"\nfunction = "gone"\nkind = "equivalent"\nwhy = "w"\n',
+        '[[survivor]]\nmodule = "module"\nfunction = "gone"\nkind = "equivalent"\nwhy = "w"\n'
+        '[[survivor]]\nmodule = "module"\nfunction = "*"\npart = "raise "\nkind = "equivalent"\nwhy = "w"\n',
         encoding="utf-8",
     )
     known = explained.read(path)
     mutants = mutants_of("a.module", SOURCE)
     told = {one.after for one in mutants if explained.explanation_of(one, known)}
-    assert told == {"if size is not None:", 'return "XXwordXX"'}
+    raised = 'raise ValueError(f"give a size, not {size + 1}", '
+    assert told == {"if size is not None:", 'return "XXwordXX"', f"{raised})", f"{raised}8)", f"{raised}None)"}
     assert [one.function for one in explained.stale(known, mutants)] == ["gone"]
+
+
+def test_a_whole_module_is_not_explained_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "survivors.toml"
+    path.write_text('[[survivor]]\nmodule = "m"\nfunction = "*"\nkind = "equivalent"\nwhy = "w"\n', encoding="utf-8")
+    with pytest.raises(UsageError, match="for a whole module give a part"):
+        explained.read(path)
 
 
 @pytest.mark.parametrize("missing", ["kind", "why", "after"])
