@@ -28,7 +28,7 @@ class Explanation(BaseModel):
         before, after: the changed lines, as `bench power --survivors` prints them; empty for every change.
         part: what stands in the lines before the change; empty for anything.
         kind: `equivalent`: no behaviour differs that anybody could see; `elsewhere`: the contract layer cannot see it, and `why`
-            names the test that does.
+            names the test that does; `accepted`: no test sees it, and `why` says why that may stay so.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -38,7 +38,7 @@ class Explanation(BaseModel):
     before: str = ""
     after: str = ""
     part: str = ""
-    kind: Literal["equivalent", "elsewhere"]
+    kind: Literal["equivalent", "elsewhere", "accepted"]
     why: str
 
     @model_validator(mode="after")
