@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from epd_conformance.bench import boot, cell, connector, power, proxy
+from epd_conformance.bench import boot, cell, connector, proxy
 from epd_conformance.bench.result import Measurement, print_table
 from epd_conformance.errors import StackError, UsageError
 
@@ -21,9 +21,9 @@ BENCHMARKS: dict[str, Callable[[Path, Callable[[str], None]], list[Measurement]]
     "connector": connector.measure,
     "proxy": proxy.measure,
 }
-#: Those with options of their own.
-WITH_OPTIONS: dict[str, Callable[..., None]] = {"power": power.command}
-_NAMES = ", ".join([*BENCHMARKS, *WITH_OPTIONS])
+#: It has options of its own, and is imported when it is asked for: it needs mutmut, which the others do not.
+POWER = "power"
+_NAMES = ", ".join([*BENCHMARKS, POWER])
 
 
 def bench(
@@ -42,11 +42,14 @@ def bench(
 
 
 def main() -> None:
-    own = WITH_OPTIONS.get(sys.argv[1]) if len(sys.argv) > 1 else None
-    if own is not None:
-        del sys.argv[1]
+    command: Callable[..., None] = bench
     try:
-        typer.run(own or bench)
+        if sys.argv[1:2] == [POWER]:
+            from epd_conformance.bench import power
+
+            del sys.argv[1]
+            command = power.command
+        typer.run(command)
     except (UsageError, StackError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
