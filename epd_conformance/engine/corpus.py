@@ -141,6 +141,9 @@ def _plans(features: frozenset[Feature]) -> Iterator[tuple[str, Plan]]:
     # The entry leaves the producer's cache, and its memory is used again, as soon as it is saved.
     saved = [scenes.save([0]), {"op": "evict"}, {"op": "step"}, scenes.save([1]), {"op": "reset"}]
     yield "saved-then-evicted", Plan(pair, items, _operations([saved, scenes.ask_and_run([0, 1])]))
+    # Its cache is emptied and no hook is told: what it held is asked for again, and is still there.
+    emptied = [{"op": "reset", "server": -1}, *scenes.ask_and_run([0, 1])]
+    yield "reset-held", Plan(pair, items, _operations([scenes.transfer([0, 1])], [emptied, emptied]))
     # What is not given back each time is missed in the end.
     worn = [[*scenes.ask_and_run([0, 1]), {"op": "evict", "server": -1}] for _ in range(20)]
     yield "worn", Plan(pair, items, _operations([[scenes.save([0, 1])]], worn))
