@@ -143,7 +143,8 @@ def _plans(features: frozenset[Feature]) -> Iterator[tuple[str, Plan]]:
     yield "saved-then-evicted", Plan(pair, items, _operations([saved, scenes.ask_and_run([0, 1])]))
     # Its cache is emptied and no hook is told: what it held is asked for again, and is still there.
     emptied = [{"op": "reset", "server": -1}, *scenes.ask_and_run([0, 1])]
-    yield "reset-held", Plan(pair, items, _operations([scenes.transfer([0, 1])], [emptied, emptied]))
+    beside = [scenes.save([2]), {"op": "reset", "server": -1}, *scenes.ask_and_run([0, 2, 1])]
+    yield "reset-held", Plan(pair, items, _operations([scenes.transfer([0, 1])], [emptied, beside]))
     # What is not given back each time is missed in the end.
     worn = [[*scenes.ask_and_run([0, 1]), {"op": "evict", "server": -1}] for _ in range(20)]
     yield "worn", Plan(pair, items, _operations([[scenes.save([0, 1])]], worn))
