@@ -7,6 +7,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from rich.console import Console
+from rich.table import Table
+
 
 @dataclass(frozen=True)
 class Measurement:
@@ -64,3 +67,13 @@ class Measurement:
             self.goal,
             "" if self.met is None else ("yes" if self.met else "NO"),
         )
+
+
+def print_table(results: Sequence[Measurement]) -> None:
+    """The measurements as a table."""
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for column in ("name", "value", "unit", "baseline", "ratio", "goal", "met"):
+        table.add_column(column, justify="left" if column in ("name", "unit", "goal", "met") else "right")
+    for result in results:
+        table.add_row(*result.cells())
+    Console(highlight=False).print(table)

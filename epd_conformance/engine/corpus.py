@@ -25,6 +25,8 @@ NEAR: tuple[tuple[tuple[str, int], ...], ...] = (
     (("lora:a", 0), ("a", 0), ("lora", 0), ("other:a", 0)),
 )
 
+#: Rounds of a plan that wears a connector out: a limit that one has for a test may be some dozens of objects.
+WORN = 48
 
 #: Requirement -> the beginnings of the names of the plans that exercise it. A requirement that none of its plans could exercise,
 #: for want of a feature, was not tested. What the directed checks exercise is not among them (`directed`).
@@ -112,6 +114,9 @@ def _plans(features: frozenset[Feature]) -> Iterator[tuple[str, Plan]]:
             ahead = tuple(replace(server, asynchronous=True, late=late) for server in pair)
             aborted = [scenes.aborted([0, 1], before, tokens) for before in (1, 2) for tokens in (3, 64)]
             yield f"ahead-{runner}-{'late' if late else 'soon'}", Plan(ahead, items, _operations(aborted))
+            # What a dispatched step names is not given away when its request goes and another one comes.
+            overtaken = [scenes.superseded(0, 1), scenes.superseded(2, 3)]
+            yield f"ahead-superseded-{runner}-{'late' if late else 'soon'}", Plan(ahead, items, _operations(overtaken))
         yield (
             f"aborted-{runner}",
             Plan(pair, items, _operations([scenes.aborted([0, 1], 1, 3)], [scenes.aborted([2], 2, 64)])),
@@ -136,6 +141,13 @@ def _plans(features: frozenset[Feature]) -> Iterator[tuple[str, Plan]]:
     # The entry leaves the producer's cache, and its memory is used again, as soon as it is saved.
     saved = [scenes.save([0]), {"op": "evict"}, {"op": "step"}, scenes.save([1]), {"op": "reset"}]
     yield "saved-then-evicted", Plan(pair, items, _operations([saved, scenes.ask_and_run([0, 1])]))
+    # Its cache is emptied and no hook is told: what it held is asked for again, and is still there.
+    emptied = [{"op": "reset", "server": -1}, *scenes.ask_and_run([0, 1])]
+    beside = [scenes.save([2]), {"op": "reset", "server": -1}, *scenes.ask_and_run([0, 2, 1])]
+    yield "reset-held", Plan(pair, items, _operations([scenes.transfer([0, 1])], [emptied, beside]))
+    # What is not given back each time is missed in the end.
+    worn = [[*scenes.ask_and_run([0, 1]), {"op": "evict", "server": -1}] for _ in range(20)]
+    yield "worn", Plan(pair, items, _operations([[scenes.save([0, 1])]], worn))
     yield (
         "lookup-watched",
         Plan(pair, items, (scenes.save([0]), scenes.ask([0, 1]), {"op": "step", "server": -1, "watch": True})),
@@ -196,6 +208,9 @@ def _damages(features: frozenset[Feature]) -> Iterator[tuple[str, Plan]]:
         chunks = [scenes.save([0]), scenes.ask([0], tokens=3), {"op": "step", "server": -1, "tokens": 2}]
         yield f"{how}-computing", Plan(pair, items, _operations([donor, chunks, [scenes.damage(0, how), scenes.run()]]))
 
+    # What a refused object took is given back as well.
+    refused = [scenes.spoiled(0, "truncated", False, True)[:-1] for _ in range(WORN)]
+    yield "worn-refused", Plan(pair, items, _operations(refused, [donor, scenes.transfer([0, 1])]))
     # An object of several pages: cut short in place, a mapping of it cannot be read any more.
     large = (ItemSpec("item-0", 0, rows=64),)
     yield "cut-in-place-large", Plan(pair, large, _operations([scenes.spoiled(0, "cut-in-place", True, False)]))

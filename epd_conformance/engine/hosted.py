@@ -33,7 +33,7 @@ from epd_conformance.errors import StackError, UsageError
 #: Real seconds that a plan may take. One takes a tenth of a second; ten times as long on a busy machine, and ten times that again
 #: for what is found to be explained by further runs, is still less.
 LIMIT_S = 30.0
-#: Memory that a child may take beyond what vLLM has. A plan's tensors are some kilobytes each.
+#: Memory of its own that a plan may take beyond what vLLM has. A plan's tensors are some kilobytes each.
 MEMORY_BYTES = 1 << 30
 #: Plans that one child carries out at most. A fork is cheap beside that many, and what a connector leaks is soon gone.
 PLANS_A_CHILD = 100

@@ -127,6 +127,18 @@ def aborted(items: list[int], before: int, tokens: int, media: str = "all") -> l
     ]
 
 
+def superseded(item: int, other: int) -> list[dict[str, Any]]:
+    """A client leaves when the step that loads its item has been dispatched; the next request wants another item."""
+    return [
+        save([item, other]),
+        ask([item]),
+        {"op": "step", "server": -1},
+        {"op": "abort", "server": -1, "request": 0},
+        ask([other]),
+        {"op": "run", "server": -1},
+    ]
+
+
 def restarted(items: list[int], server: int, graceful: bool) -> list[dict[str, Any]]:
     return [save(items), {"op": "restart", "server": server, "graceful": graceful}, *transfer(items)]
 
