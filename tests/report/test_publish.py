@@ -109,7 +109,7 @@ def test_the_table_says_what_ran_and_what_never_did(run: Path, tmp_path: Path) -
         f" [reference](reports/one): {cells} of {cells} pass ",
         " never run ",
     ]
-    assert rows["cuda"] == [" never run "] * 5
+    assert rows["cuda"] == [" never run "] * 6
     assert readme.read_text().startswith("# A project\n") and readme.read_text().endswith("\nend\n")
     assert "old" not in readme.read_text()
 
