@@ -101,9 +101,9 @@ def test_json_in_a_string() -> None:
 @pytest.mark.parametrize("piece", ["x", "a-", "a=", "a ", "--a ", "a://", "-", '"a":"', "Bearer ", "a.b@", "{", "["])
 def test_long_text_takes_linear_time(piece: str) -> None:
     """Quadratic patterns would need minutes for this; a linear one needs milliseconds."""
-    began = time.perf_counter()
+    began = time.process_time()
     redact(piece * (300_000 // len(piece)))
-    assert time.perf_counter() - began < 5
+    assert time.process_time() - began < 5
 
 
 @given(json_values)
