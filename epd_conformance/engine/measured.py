@@ -148,7 +148,9 @@ def _slow_store(requirement: str, told: Mapping[str, Any]) -> list[Finding]:
     found = []
     slow = {hook: seconds for hook, seconds in told["slowest"].items() if seconds >= WAITED_S}
     if slow:
-        expected = "with a store that takes a second for each operation, no hook of a step that needs no item takes a tenth of that"
+        expected = (
+            "with a store that takes a second for each operation, no hook but loads and saves takes a tenth of that"
+        )
         observed = ", ".join(f"{hook} took {seconds:.1f} s" for hook, seconds in slow.items())
         found.append(Finding(requirement, "a step waits for the store", expected, observed))
     if told["deferred"] and not told["served"] and not told["died"]:

@@ -33,7 +33,7 @@ _PATIENCE = (15.0, 20)
 def slow_store(subject: Subject, root: Path, *, seconds: float) -> dict[str, Any]:
     """One process saves, another answers a request without items beside one with two, a third has that one alone.
 
-    Returns `held`: operations that were held up; `slowest`: hook -> seconds that it took at most, loads of promised items left
+    Returns `held`: operations that were held up; `slowest`: hook -> seconds that it took at most, loads and saves left
     out; `deferred`: how often the lone request was; `served`: whether it was served or given up; `died`: what a server died of.
     """
     site = _site(subject, root / "slow")
@@ -107,7 +107,7 @@ def _until(server: Server, request: str, patient: bool = False) -> bool:
 
 
 def _time_hooks(slowest: Counter[str]) -> None:
-    """Measure every hook of this process from now on, but not the load of items that the step needs."""
+    """Measure every hook of this process from now on, but those that load or save an item."""
     original = sides.Side._guarded
 
     def timed(self: sides.Side, hook: str, function: Any, *arguments: Any, **keywords: Any) -> Any:
@@ -115,7 +115,7 @@ def _time_hooks(slowest: Counter[str]) -> None:
         try:
             return original(self, hook, function, *arguments, **keywords)
         finally:
-            if hook not in ("__init__", "start_worker_services", "start_load_caches", "shutdown"):
+            if hook not in ("__init__", "start_worker_services", "start_load_caches", "save_caches", "shutdown"):
                 slowest[hook] = max(slowest[hook], clock.real() - began)  # type: ignore[assignment]
 
     sides.Side._guarded = timed  # type: ignore[method-assign]
