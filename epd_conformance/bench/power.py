@@ -26,6 +26,7 @@ except ImportError as error:
 
 #: Of the mutants that are either killed or survive, so many are killed.
 GOAL = 0.95
+_WIDTH = 120
 #: Each worker imports vLLM, which takes a gigabyte.
 MOST_WORKERS = 2
 
@@ -186,7 +187,8 @@ def measurements(
 
 def show(fates: Sequence[trial.Fate], known: Sequence[explained.Explanation], survivors: bool) -> None:
     """Print survivors by module and by operator, kills by requirement, and the lists."""
-    console = Console(highlight=False)
+    # Narrower, as where no terminal is, the names of functions and operators would be cut.
+    console = Console(highlight=False, width=_WIDTH)
     for title, of in (("module", _module), ("operator", _operator)):
         table = Table(box=None, padding=(0, 2, 0, 0))
         table.add_column(title, no_wrap=True)
