@@ -63,7 +63,7 @@ EXERCISES: dict[str, tuple[str, ...]] = {
     "EPD-RACE-001": tuple(f"{how}-alloc" for how in DAMAGES),
     "EPD-RACE-002": tuple(f"{how}-load" for how in DAMAGES),
     "EPD-RACE-007": ("ranks-",),
-    "EPD-RACE-011": ("ahead-",),
+    "EPD-RACE-011": ("ahead-", "superseded-"),
     "EPD-ROLE-010": ("transfer-v1", "chunks-v1"),
     "EPD-ROLE-011": ("miss", "key-0-miss"),
     "EPD-SEC-001": ("key-",),
@@ -114,9 +114,10 @@ def _plans(features: frozenset[Feature]) -> Iterator[tuple[str, Plan]]:
             ahead = tuple(replace(server, asynchronous=True, late=late) for server in pair)
             aborted = [scenes.aborted([0, 1], before, tokens) for before in (1, 2) for tokens in (3, 64)]
             yield f"ahead-{runner}-{'late' if late else 'soon'}", Plan(ahead, items, _operations(aborted))
-            # What a dispatched step names is not given away when its request goes and another one comes.
-            overtaken = [scenes.superseded(0, 1), scenes.superseded(2, 3)]
-            yield f"ahead-superseded-{runner}-{'late' if late else 'soon'}", Plan(ahead, items, _operations(overtaken))
+        # What a dispatched step names is not given away when its request goes and another one comes.
+        overtaken = [scenes.superseded(0, 1), scenes.superseded(2, 3)]
+        behind = tuple(replace(server, asynchronous=True, late=True) for server in pair)
+        yield f"superseded-{runner}", Plan(behind, items, _operations(overtaken))
         yield (
             f"aborted-{runner}",
             Plan(pair, items, _operations([scenes.aborted([0, 1], 1, 3)], [scenes.aborted([2], 2, 64)])),

@@ -27,8 +27,9 @@ class Explanation(BaseModel):
         function: qualified; empty for what runs on import, `*` for any.
         before, after: the changed lines, as `bench power --survivors` prints them; empty for every change.
         part: what stands in the lines before the change; empty for anything.
-        kind: `equivalent`: no behaviour differs that anybody could see; `elsewhere`: the contract layer cannot see it, and `why`
-            names the test that does; `accepted`: no test sees it, and `why` says why that may stay so.
+        kind: `equivalent`: no behaviour differs that anybody could see; `elsewhere`: it is about something that the contract layer
+            does not have, and `why` names the connector's own tests of this code; `accepted`: no test can see it, and `why` says
+            why that may stay so.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
