@@ -106,7 +106,7 @@ class _Script:
             raise StackError("the object could not be put back")
 
     def _reset(self, cache: str) -> dict[str, Any]:
-        return {"statuses": {server.name: _post(f"{server.url}/reset_{cache}_cache") for server in self.stack.servers}}
+        return {"statuses": {server.name: _reset(f"{server.url}/reset_{cache}_cache") for server in self.stack.servers}}
 
     def _restart(self, servers: str) -> dict[str, Any]:
         chosen = self._chosen(servers)
@@ -134,6 +134,8 @@ class _Script:
         if probe is None:
             raise StackError("the subject gives no probe, so nobody can empty its store")
         keys = probe.keys()
+        if not keys:
+            raise StackError("the probe lists no object, though an item was saved")
         for key in keys:
             probe.delete(key)
         if not faulting.soon(lambda: not probe.keys()):
@@ -145,6 +147,10 @@ class _Script:
         away = store.with_name(f"{store.name}-away")
         store.rename(away)
         self.undo.append(lambda: _put_back(away, store))
+        info, subject = self.stack.info, self.runner.session.subject
+        probe = subject.probe(info) if info is not None and subject is not None else None
+        if probe is not None and self.key is not None and probe.read(self.key) is not None:
+            raise StackError("the object can be read although the store's folder is away: the store lies elsewhere")
         return {}
 
 
@@ -155,8 +161,25 @@ def _put_back(away: Path, store: Path) -> None:
     away.rename(store)
 
 
-def _post(url: str) -> int:
+def _reset(url: str) -> int:
+    """Have a server empty a cache; the status, 409 where it says that it could not, as long as requests hold blocks."""
+    deadline = time.monotonic() + faulting.IDLE_S
+    while True:
+        try:
+            answer = http.post(url, timeout=30)
+        except requests.RequestException:
+            return 0
+        if answer.status_code != 200 or not _refused(answer):
+            return answer.status_code
+        if time.monotonic() > deadline:
+            return 409
+        time.sleep(0.1)
+
+
+def _refused(answer: requests.Response) -> bool:
+    """`/reset_prefix_cache` answers 200 also where it did not: `{"success": false}` (entrypoints/serve/dev/cache/api_router.py)."""
     try:
-        return http.post(url, timeout=30).status_code
-    except requests.RequestException:
-        return 0
+        said = answer.json()
+    except ValueError:
+        return False
+    return isinstance(said, dict) and said.get("success") is False

@@ -45,6 +45,7 @@ def scripted(cell: CellEvidence) -> Judgement:
         wrong_digest(cell, [proofs[index] for index in judged]),
         *(_answer(cell, index, proofs[index]) for index in judged),
         *(_way(cell, position, proof) for position, proof in zip(sends, proofs, strict=True)),
+        *(_not_met(proof) for index, proof in enumerate(proofs) if index not in judged),
         went_on(cell),
         _not_done(cell),
         unproven([], [kvs[index] for index in judged]),
@@ -113,9 +114,27 @@ def _loaded(cell: CellEvidence, item: Item, after: float, anew: bool) -> Judgeme
     return None
 
 
+def _not_met(proof: Transport) -> Judgement | None:
+    """Whether a request that is not judged met what was done to its object: else nothing was tested."""
+    if any(item.digest_wrong or item.how in ("encoded", "nothing") for item in proof.items):
+        return None
+    how = ", ".join(item.how for item in proof.items) or "the consumer never saw the item"
+    return inconclusive(
+        "fault-not-met", "the consumer meets the damaged object", f"{how}: the connector reads something else"
+    )
+
+
 def _not_done(cell: CellEvidence) -> Judgement | None:
     """The first step that did not provably happen."""
     records = cell.facts["steps"]
+    disordered = _disordered(cell)
+    if disordered is not None:
+        return Judgement(
+            Verdict.ERROR,
+            reason="step-not-done",
+            expected="steps happen one after the other, and each request is sent within its own",
+            observed=disordered,
+        )
     for step, record in zip(cell.plan.steps, [*records, *[None] * len(cell.plan.steps)], strict=False):
         wrong = "it was never carried out" if record is None else _undone(cell, step, record)
         if wrong is not None:
@@ -125,6 +144,20 @@ def _not_done(cell: CellEvidence) -> Judgement | None:
                 expected=f"the step provably happens: {_words(step)}",
                 observed=wrong,
             )
+    return None
+
+
+def _disordered(cell: CellEvidence) -> str | None:
+    previous = 0.0
+    answers = iter(cell.answers)
+    for number, record in enumerate(cell.facts["steps"]):
+        if not previous <= record["at"] <= record["ended"]:
+            return f"the times of step {number} ({record['do']}) do not follow those of the one before"
+        previous = record["ended"]
+        if record["do"] == "send" and record["done"]:
+            answer = next(answers, None)
+            if answer is not None and not record["at"] <= answer.started <= record["ended"]:
+                return f"request {answer.label!r} was sent at another time than its step says"
     return None
 
 
@@ -141,7 +174,19 @@ def _undone(cell: CellEvidence, step: Mapping[str, Any], record: Mapping[str, An
         return _not_restarted(cell, step, record)
     if step["do"] == "damage":
         receipt = record["receipt"]
+        if receipt["kind"] != step["kind"]:
+            return f"the receipt is of another fault, {receipt['kind']!r}"
+        seen = {
+            item["id"]
+            for event in cell.during
+            if event["ev"] == "request" and event["server"] in cell.roles.encode and event["t"] <= record["ended"]
+            for item in event["items"]
+        }
+        if receipt["key"] not in seen:
+            return f"the receipt is for {receipt['key']}, which no encode server had seen"
         return "nothing changed" if receipt["before"] == receipt["after"] else None
+    if step["do"] == "store" and step["how"] == "emptied":
+        return None if record["removed"] else "no object was removed"
     return None
 
 

@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import pytest
+import requests
 from test_faulting import Make, make  # noqa: F401
 
 from epd_conformance.live import scripted
@@ -84,7 +85,9 @@ class TestScript:
         world, run = make("EPD-ERR-004", "removed")
         stack = world.stage.stack
         (stack.store / "object").write_text("kept")
-        asked = world.asked
+        asked, read = world.asked, world.probe.read
+        # As a probe of files does.
+        world.probe.read = lambda key: read(key) if stack.store.exists() else None  # type: ignore[method-assign]
 
         def recreates(where: str, rid: str, body: dict[str, Any]) -> None:
             # What a connector does that makes its folder on every save.
@@ -100,6 +103,31 @@ class TestScript:
         assert all(done for _, done, _ in records(evidence.facts))
         assert sorted(path.name for path in stack.store.iterdir()) == ["new", "object"]
         assert not stack.store.with_name("store-away").exists()
+
+    def test_a_store_that_lies_elsewhere_is_not_removed(self, make: Make) -> None:  # noqa: F811
+        world, run = make("EPD-ERR-004", "removed")
+        done = records(run().facts)
+        assert done[1][:2] == ("store", False)
+        assert "the store lies elsewhere" in done[1][2]
+        assert world.stage.stack.store.is_dir()
+
+    def test_a_reset_that_a_server_refuses_is_none(self, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+        """vLLM answers 200 with `success: false` as long as requests hold blocks."""
+        _, run = make("EPD-STALE-008", "replaced")
+        asked: list[str] = []
+
+        def post(url: str, **options: Any) -> Any:
+            asked.append(url)
+            answer = requests.Response()
+            answer.status_code = 200
+            answer._content = b'{"success": false}' if "prefix" in url else b""
+            return answer
+
+        monkeypatch.setattr(scripted.http, "post", post)
+        statuses = [record.get("statuses") for record in run().facts["steps"] if record["do"] == "reset"]
+        assert set(statuses[0].values()) == {200}
+        assert set(statuses[1].values()) == {409}
+        assert len(asked) > 4, "it was tried again"
 
     def test_a_cell_that_breaks_off_puts_the_store_back(self, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
         world, run = make("EPD-ERR-004", "removed")

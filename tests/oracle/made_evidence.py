@@ -174,6 +174,10 @@ class Story:
         )
         self.write("decode-0", "kv-worker", "kv-injected", tokens=tokens)
 
+    def next_id(self) -> str:
+        """The id of the next request."""
+        return digest_of(f"{self.judge}/{len(self.answers)}")[:32]
+
     def send(
         self,
         request: Request,
@@ -186,7 +190,7 @@ class Story:
     ) -> None:
         """`by_hand`: primed beforehand, and sent past the encode servers. `lost`: what was saved is not there any more. `past`:
         sent past the encode servers, for what was saved by an earlier request."""
-        rid = digest_of(f"{self.judge}/{len(self.answers)}")[:32]
+        rid = self.next_id()
         if by_hand:
             self.now += 0.1
             self.prime(request, rid)
@@ -234,16 +238,17 @@ class Story:
         records: list[dict[str, Any]] = []
         self.facts["steps"] = records
         servers = sorted(self.roles.encode | self.roles.consumers | self.roles.decode)
-        rest, by_hand, damaged, gone = iter(self.plan.requests), False, False, False
+        rest, damaged, gone = iter(self.plan.requests), False, False
         for one in self.plan.steps:
             self.now += 0.01
             record: dict[str, Any] = {"do": one["do"], "at": self.now, "done": True, "problem": ""}
             match one:
                 case {"do": "prime"}:
-                    by_hand = True
+                    self.prime(self.plan.requests[len(self.answers)], self.next_id())
                 case {"do": "damage"}:
                     damaged = True
-                    record["receipt"] = {"before": {"bytes": 6000}, "after": {"bytes": 3000}}
+                    record["receipt"] = {"kind": one["kind"], "before": {"bytes": 6000}, "after": {"bytes": 3000}}
+                    record["receipt"]["key"] = item_key(self.plan.requests[len(self.answers)].images[0], None)
                 case {"do": "heal"}:
                     damaged = False
                 case {"do": "reset"}:
@@ -266,15 +271,12 @@ class Story:
                     record["servers"] = sorted(chosen)
                 case {"do": "store"}:
                     gone = one["how"] == "removed"
+                    record |= {"removed": 2} if one["how"] == "emptied" else {}
                 case {"do": "send"}:
                     request = next(rest)
                     past = one["way"] == "past-encode"
                     direct = past and not self.roles.decode
-                    if past and not by_hand:
-                        self.send(request, direct=direct, past=True)
-                    else:
-                        self.send(request, by_hand=by_hand, lost=damaged or gone)
-                    by_hand = False
+                    self.send(request, direct=direct, past=past, lost=damaged or gone)
             record["ended"] = self.now
             records.append(record)
         self._go_on()

@@ -28,6 +28,25 @@ def record(position: int, **changes: Any) -> Spoil:
     return spoil
 
 
+def receipt(**changes: Any) -> Spoil:
+    return lambda cell: record(DAMAGE, receipt={**cell.facts["steps"][DAMAGE]["receipt"], **changes})(cell)
+
+
+def whole_after_all(cell: CellEvidence) -> CellEvidence:
+    """What was damaged is loaded with the bytes that were saved: the probe reaches another store."""
+
+    def change(events: list[dict[str, Any]]) -> None:
+        for event in filter(of(cell, UNJUDGED), events):
+            if event["ev"] == "lookup":
+                event["found"] = True
+            elif event["ev"] == "step":
+                event["encode"] = {}
+            elif event["ev"] == "encoded":
+                event["ev"] = "load"
+
+    return with_events(cell, change)
+
+
 def without_the_last(cell: CellEvidence) -> CellEvidence:
     return replace(cell, facts={**cell.facts, "steps": cell.facts["steps"][:-1]})
 
@@ -116,7 +135,13 @@ SPOILT_STORIES = [
     (record(RESTART, do="reset"), Verdict.ERROR, "step-not-done", None, None),
     (never_started, Verdict.ERROR, "step-not-done", None, None),
     (refused, Verdict.ERROR, "step-not-done", None, None),
-    (record(DAMAGE, receipt={"before": 1, "after": 1}), Verdict.ERROR, "step-not-done", None, None),
+    (receipt(before=1, after=1), Verdict.ERROR, "step-not-done", None, None),
+    (receipt(kind="deleted"), Verdict.ERROR, "step-not-done", None, None),
+    (receipt(key="another"), Verdict.ERROR, "step-not-done", None, None),
+    (record(EMPTIED, removed=0), Verdict.ERROR, "step-not-done", None, None),
+    (record(EMPTIED, ended=0.0), Verdict.ERROR, "step-not-done", None, None),
+    (record(0, at=1.0, ended=2.0), Verdict.ERROR, "step-not-done", None, None),
+    (whole_after_all, Verdict.INCONCLUSIVE, "fault-not-met", None, None),
     (without_the_last, Verdict.ERROR, "step-not-done", None, None),
     (died(1), Verdict.FAIL, "server-died", "liveness", None),
     (says("health", "encode-0", 503), Verdict.FAIL, "not-healthy", "liveness", None),
