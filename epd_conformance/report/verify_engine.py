@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from epd_conformance.engine import measured
-from epd_conformance.engine.evidence import PlanEvidence
+from epd_conformance.engine.evidence import PlanEvidence, read_cell
 from epd_conformance.engine.explain import TWINS
 from epd_conformance.engine.layers import examples, fixed, plans
 from epd_conformance.engine.pool import Pool
@@ -54,6 +55,16 @@ def problems(pool: Pool, layer: str, start: schema.RunStart, asked: frozenset[st
     checks = [] if pool.left else [name for name, check in measured.CHECKS.items() if check.requirement in asked]
     if [one.check for one in pool.checks] != checks:
         yield f"its checks are {', '.join(one.check for one in pool.checks) or 'none'}, and must be {', '.join(checks) or 'none'}"
+
+
+def shrunk_problems(cell: Mapping[str, Any], requirement: str, asked: frozenset[str]) -> Iterator[str]:
+    """What is wrong with the smallest failing plan of a cell's evidence. Raises what `read_cell` does."""
+    shrunk = read_cell(cell)
+    if shrunk is None:
+        return
+    yield from (f"its smallest plan: {words}" for words in _lacks(shrunk))
+    if requirement not in Pool(0, 0, "", (shrunk,)).findings(asked):
+        yield f"its smallest plan does not break {requirement}"
 
 
 def _lacks(one: PlanEvidence) -> Iterator[str]:
