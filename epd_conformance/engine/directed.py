@@ -21,8 +21,10 @@ from epd_conformance.engine import clock, configs
 from epd_conformance.engine.content import Content, expected_digest
 from epd_conformance.engine.core import StepOrder
 from epd_conformance.engine.events import EngineDied, Event, describe
+from epd_conformance.engine.exits import exit_text
 from epd_conformance.engine.plan import ItemSpec, Plan, ServerSpec
 from epd_conformance.engine.server import Server, die_with_parent
+from epd_conformance.engine.sides import Side
 from epd_conformance.engine.site import Site
 from epd_conformance.engine.worker import Source
 from epd_conformance.subject import Subject
@@ -36,7 +38,8 @@ _PLACEHOLDER = "<|vision_start|><|image_pad|><|vision_end|>"
 def race(subject: Subject, root: Path, *, writers: int, readers: int, seconds: float) -> dict[str, Any]:
     """Producers save one identifier again and again, each with rows of its own, while consumers look it up and load it.
 
-    Returns `saves`, `loads`, `misses`, and `bad`: loads of what nobody saved, and processes that ended.
+    Returns `saves`, `loads`, `misses`, `bad`: loads of what nobody saved, and what saves and loads raised; and `ended`: how
+    processes ended before they could tell, which says nothing about the object that they raced for.
     """
     servers = [ServerSpec("ec_producer", cache=RACED_ROWS, budget=RACED_ROWS)] * writers
     servers += [ServerSpec("ec_consumer", cache=RACED_ROWS, budget=RACED_ROWS)] * readers
@@ -50,13 +53,18 @@ def race(subject: Subject, root: Path, *, writers: int, readers: int, seconds: f
         racing.append(Forked(functools.partial(_raced, site, spec, f"{spec.role}-{index}", shown, seconds)))
     told: Counter[str] = Counter()
     bad: list[str] = []
+    ended: list[str] = []
     for one in racing:
         result = one.result()
+        if "ended" in result:
+            ended.append(result["ended"])
+            continue
         bad += result.pop("bad")
         told.update(result)
     return {
         "writers": writers,
         "bad": sorted(set(bad)),
+        "ended": ended,
         "saves": told["saved"],
         "loads": told["loaded"],
         "misses": told["miss"],
@@ -64,7 +72,7 @@ def race(subject: Subject, root: Path, *, writers: int, readers: int, seconds: f
 
 
 class Forked:
-    """A function in a process of its own; its JSON comes back through a pipe."""
+    """A function in a process of its own; its JSON comes back through a pipe, or `ended` alone where it gave none."""
 
     def __init__(self, function: functools.partial[dict[str, Any]]) -> None:
         self._read, write = os.pipe()
@@ -84,7 +92,7 @@ class Forked:
             data = pipe.read()
         _, status = os.waitpid(self._pid, 0)
         if not data:
-            return {"bad": [f"a process ended with status {os.waitstatus_to_exitcode(status)}"]}
+            return {"ended": f"a process ended with {exit_text(os.waitstatus_to_exitcode(status))}"}
         told: dict[str, Any] = json.loads(data)
         return told
 
@@ -181,13 +189,16 @@ def reachable(top: Any) -> int:
 
 
 def encoder_decoder(subject: Subject, root: Path) -> dict[str, Any]:
-    """With an encoder-decoder model: `answer` to the look-up of an item that is `saved`; None where nobody was asked."""
+    """With an encoder-decoder model: `answer` to the look-up of an item that is `saved`; None where nobody was asked.
+
+    `refused`: what the connector said where it refuses such a model when it is made; `raised`: what the look-up raised.
+    """
     items = (ItemSpec("heard", 0),)
     servers = (ServerSpec("ec_producer"), ServerSpec("ec_consumer"))
     site = Site(subject, Plan(servers, items, ()), root / "decoder", configs.hidden_size())
     source = Source({site.keys[0]: (items[0].content(site.hidden, "float32"), False)})
     events: list[Event] = []
-    answer: Any = None
+    told: dict[str, Any] = {"answer": None, "refused": "", "raised": ""}
     with contextlib.suppress(EngineDied):
         producer = Server("producer", servers[0], site, source, events.append)
         producer.add("first", {"items": [(site.keys[0], 4, 0)]})
@@ -195,18 +206,25 @@ def encoder_decoder(subject: Subject, root: Path) -> dict[str, Any]:
             producer.step(StepOrder())
         make = functools.partial(configs.make, encoder_decoder=True)
         config = make(site.connector_config("ec_consumer"), "ec_consumer")
-        answer = configs.connector(config, "SCHEDULER").has_cache_item(site.keys[0])
-    return {"saved": any(event[0] == "saved" for event in events), "answer": answer if answer is None else bool(answer)}
+        told["saved"] = any(event[0] == "saved" for event in events)
+        events.clear()
+        side = Side("scheduler", lambda: configs.connector(config, "SCHEDULER"), events.append)
+        told["answer"] = bool(side.call("has_cache_item", site.keys[0]))
+    for _, _, hook, error, _ in (event for event in events if event[0] == "raised" and "saved" in told):
+        told["refused" if hook == "__init__" else "raised"] = error
+    return {"saved": False, **told}
 
 
 def identities(subject: Subject, root: Path) -> dict[str, Any]:
     """What two servers make of the same two images that differ in their EC configuration and engine id.
 
     Returns for each server `configurations` (its EC configuration, as text), `identifiers` of the two images and `hashes`, which
-    name what was compiled.
+    name what was compiled; all empty where a process `ended` before it could tell, of which the other one says nothing.
     """
     told = [Forked(functools.partial(_identity, subject, root, name)).result() for name in ("one", "other")]
-    return {name: [one.get(name, "") for one in told] for name in ("configurations", "identifiers", "hashes")}
+    ended = [one["ended"] for one in told if "ended" in one]
+    names = ("configurations", "identifiers", "hashes")
+    return {name: ["", ""] if ended else [one[name] for one in told] for name in names} | {"ended": ended}
 
 
 def _identity(subject: Subject, root: Path, name: str) -> dict[str, Any]:

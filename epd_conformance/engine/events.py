@@ -72,6 +72,10 @@ class EngineDied(Exception):
     """The engine, or a worker, would have ended here. The event that says why has been recorded."""
 
 
+class HarnessBrokeError(Exception):
+    """A process of a plan broke, or was killed, for a reason that is not the connector's."""
+
+
 def describe(error: BaseException) -> str:
     """An exception in one line, with the innermost frame: type, message, place."""
     import traceback

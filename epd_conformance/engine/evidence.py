@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -14,6 +15,10 @@ from epd_conformance.engine.judge import Judge, judge_of
 from epd_conformance.engine.plan import Plan
 
 SCHEMA = "epd-conformance/engine-evidence/v1"
+CELL_SCHEMA = "epd-conformance/engine-cell/v1"
+
+#: Exit codes of a process that was killed from outside: by an operator, or by the kernel where the machine has no memory left.
+KILLED = (-signal.SIGKILL, -signal.SIGTERM)
 
 #: What stands in evidence for the folder of the plan, and for the one beside the store: they are gone, and nobody's affair.
 ROOT, OUTSIDE = "{root}", "{outside}"
@@ -41,7 +46,9 @@ class Death:
         return self.at.partition(".")[2]
 
     def finding(self) -> Finding | None:
-        """What it says about the connector; None where the harness itself hung."""
+        """What it says about the connector; None where the harness itself hung, or somebody else killed the process."""
+        if not self.hung and self.status in KILLED:
+            return None
         side, _, hook = self.at.partition(".")
         observed = (
             f"nothing for {self.limit_s:.0f} s" if self.hung else f"the process ended with {exit_text(self.status)}"
@@ -122,6 +129,13 @@ class PlanEvidence:
     @cached_property
     def _judge(self) -> Judge:
         return judged(self.plan, self.hidden, self.events)
+
+
+def read_cell(data: Mapping[str, Any]) -> PlanEvidence | None:
+    """The smallest failing plan of a cell's evidence, None where it has none. Raises ValueError for what is no such cell."""
+    if data.get("schema") != CELL_SCHEMA:
+        raise ValueError(f"not a cell of schema {CELL_SCHEMA}: {data.get('schema')!r}")
+    return PlanEvidence.from_json(data["shrunk"]) if data["shrunk"] is not None else None
 
 
 def judged(plan: Plan, hidden: int, events: Events) -> Judge:

@@ -21,6 +21,7 @@ import resource
 import signal
 import socket
 import sys
+import traceback
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -114,7 +115,7 @@ def _child(settings: dict[str, Any], talk: int, memory: int, output: int) -> NoR
         subjects: dict[str, Any] = {}
         while True:
             beacon.light("engine")
-            answer = _answer(json.loads(pipe.recv_bytes()), subjects) | {"full": _data_bytes() > _full}
+            answer = _answered(json.loads(pipe.recv_bytes()), subjects) | {"full": _data_bytes() > _full}
             pipe.send_bytes(json.dumps(answer).encode())
     except (EOFError, OSError):
         status = 0
@@ -123,6 +124,16 @@ def _child(settings: dict[str, Any], talk: int, memory: int, output: int) -> NoR
             print(f"the child ends: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
     finally:
         os._exit(status)
+
+
+def _answered(request: dict[str, Any], subjects: dict[str, Any]) -> dict[str, Any]:
+    """The answer; `broken` where an exception came out of the harness or the subject. What a hook raises does not get here."""
+    try:
+        return _answer(request, subjects)
+    except MemoryError:
+        raise  # the limit is far above what the harness takes: what a connector has kept between hooks ends the process
+    except Exception:
+        return {"broken": traceback.format_exc()[-4000:]}
 
 
 def _answer(request: dict[str, Any], subjects: dict[str, Any]) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from typing import Any
 
 from epd_conformance.engine import beacon
 from epd_conformance.engine.evidence import Death, PlanEvidence
+from epd_conformance.engine.exits import exit_text
 from epd_conformance.engine.findings import Finding
 from epd_conformance.engine.plan import Plan
 from epd_conformance.errors import StackError, UsageError
@@ -199,6 +200,12 @@ class Host:
             return self._buried(child, hung=not answered, limit=limit)
         if "usage" in answer:
             raise UsageError(answer["usage"])
+        if "broken" in answer:
+            # Nobody knows what state it is in.
+            self.recycle()
+            raise StackError(
+                f"the harness or the subject raised while a plan or check was carried out: {answer['broken']}"
+            )
         if answer.pop("full"):
             self.recycle()
         told: dict[str, Any] = answer
@@ -243,6 +250,8 @@ class Host:
         self._child = None
         death = Death(at, hung, code, limit, output)
         finding = death.finding()
+        if finding is None and not hung:
+            raise StackError(f"the process of a plan was killed from outside with {exit_text(code)} ({at})")
         if finding is None:
             raise StackError(f"a plan did not end within {limit:.0f} s, outside any hook ({at}): {output[-400:]}")
         return Carried([finding], deaths=1, death=death)

@@ -15,7 +15,7 @@ from epd_conformance.engine.content import Content, expected_digest
 from epd_conformance.engine.events import Event
 from epd_conformance.engine.findings import DAMAGE_REQUIREMENT, HOOK_REQUIREMENT, Finding
 from epd_conformance.engine.plan import Plan, ServerSpec
-from epd_conformance.engine.schedule_judge import ScheduleJudge
+from epd_conformance.engine.schedule_judge import RECORDED, ScheduleJudge
 
 
 @dataclass
@@ -117,11 +117,13 @@ class Judge:
         self.findings.append(Finding(requirement, kind, expected, observed, server, self.operation))
 
     def take(self, server: str, event: Event) -> None:
-        """Judge one event of a server."""
+        """Judge one event of a server. Raises ValueError for one of an unknown kind: it may be what should be found."""
         self.time += 1
         handler = _HANDLERS.get(event[0])
         if handler is not None:
             handler(self, server, *event[1:])
+        elif event[0] not in RECORDED:
+            raise ValueError(f"no event is called {event[0]!r}")
         self._engine.take(server, event)
 
     # ---- the engine's side ----

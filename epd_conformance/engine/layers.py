@@ -10,6 +10,8 @@ from epd_conformance.features import Feature
 from epd_conformance.verdict import Mode
 
 SCHEDULER = "scheduler"
+#: The layers that carry out engine plans: a proxy before fake servers has plans of its own.
+LAYERS = ("contract", SCHEDULER)
 #: Of the plans that the contract layer draws, the scheduler layer carries out this share: vLLM's Scheduler takes about twice as
 #: long for a step as the core of the contract layer, and shows the same of the connector.
 _SHARE = 3

@@ -57,7 +57,7 @@ def findings(requirement: str, told: Mapping[str, Any]) -> list[Finding]:
 def exercised(requirement: str, told: Mapping[str, Any]) -> bool:
     """Whether a check came to what it is for."""
     if requirement in ("EPD-RACE-006", "EPD-RACE-008"):
-        return bool(told["saves"] >= RACED and told["loads"] >= RACED)
+        return not told.get("ended") and bool(told["saves"] >= RACED and told["loads"] >= RACED)
     if requirement == "EPD-LIFE-001":
         return bool(told["objects"])
     if requirement == "EPD-KEY-015":
@@ -66,7 +66,8 @@ def exercised(requirement: str, told: Mapping[str, Any]) -> bool:
             len(set(identifiers)) == len(identifiers) > 1 for identifiers in told["identifiers"]
         )
     if requirement == "EPD-ROLE-008":
-        return bool(told["saved"]) and told["answer"] is not None
+        # One that cannot be made for such a model promises it nothing.
+        return bool(told["saved"]) and (told["answer"] is not None or bool(told.get("refused")))
     if requirement == "EPD-INIT-002":
         return bool(told["asked"])
     if requirement == "EPD-LOAD-008":
@@ -100,9 +101,11 @@ def _growth(requirement: str, told: Mapping[str, Any]) -> list[Finding]:
 
 
 def _encoder_decoder(requirement: str, told: Mapping[str, Any]) -> list[Finding]:
+    expected = "has_cache_item is False for an encoder-decoder model: no worker would load the item"
+    if told.get("raised"):
+        return [Finding(requirement, "has_cache_item raised", expected, told["raised"])]
     if not told["answer"]:
         return []
-    expected = "has_cache_item is False for an encoder-decoder model: no worker would load the item"
     return [Finding(requirement, "promised to a model that loads nothing", expected, "True")]
 
 

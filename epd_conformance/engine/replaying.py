@@ -8,13 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from epd_conformance.catalogue.model import IN_PROCESS
-from epd_conformance.engine.evidence import PlanEvidence
+from epd_conformance.engine.evidence import CELL_SCHEMA, PlanEvidence, read_cell
 from epd_conformance.engine.findings import Finding
 from epd_conformance.engine.hosted import LIMIT_S, Host
+from epd_conformance.engine.layers import LAYERS
 from epd_conformance.engine.plan import SCHEMA as PLAN_SCHEMA
 from epd_conformance.engine.plan import Plan
-from epd_conformance.engine.session import CELL_SCHEMA, read_cell
 from epd_conformance.errors import UsageError
 from epd_conformance.report import schema, writer
 
@@ -42,8 +41,8 @@ def read(path: Path, layer: str = "") -> Recorded | None:
 
     `layer`: of a plan that has no cell around it; empty: `contract`.
     """
-    if layer and layer not in IN_PROCESS:
-        raise UsageError(f"no profile {layer!r} without servers: use {' or '.join(IN_PROCESS)}")
+    if layer and layer not in LAYERS:
+        raise UsageError(f"no profile {layer!r} carries out a plan without servers: use {' or '.join(LAYERS)}")
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -59,6 +58,8 @@ def read(path: Path, layer: str = "") -> Recorded | None:
         cell, layer = str(data["cell"]), str(data["layer"])
     except (KeyError, TypeError, ValueError) as error:
         raise UsageError(f"{path} is no cell's evidence ({type(error).__name__}: {error})") from error
+    if layer not in LAYERS:
+        raise UsageError(f"{path} is of the layer {layer!r}, which carries out no plans")
     if shrunk is None:
         raise UsageError(f"{path} holds no failing plan: the cell passed, or a check without a plan judged it")
     return Recorded(shrunk.plan, layer, cell, _subject(path))

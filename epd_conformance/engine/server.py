@@ -22,7 +22,8 @@ from vllm.v1.request import RequestStatus
 
 from epd_conformance.engine import beacon, configs, site
 from epd_conformance.engine.core import Core, StepOrder
-from epd_conformance.engine.events import EngineDied, Event, describe
+from epd_conformance.engine.events import EngineDied, Event, HarnessBrokeError, describe
+from epd_conformance.engine.evidence import KILLED
 from epd_conformance.engine.exits import exit_text
 from epd_conformance.engine.messages import pack, unpack
 from epd_conformance.engine.plan import ServerSpec
@@ -340,16 +341,20 @@ class Apart:
 
     def _answer(self, name: str) -> Any:
         try:
-            events, died, result = self._pipe.recv()
+            events, died, broken, result = self._pipe.recv()
         except (EOFError, OSError):
             _, status = os.waitpid(self._pid, 0)
             self._pid = 0
+            if os.waitstatus_to_exitcode(status) in KILLED:
+                raise HarnessBrokeError(f"the process of {name} was killed from outside") from None
             ended = f"the process ended with {exit_text(os.waitstatus_to_exitcode(status))}"
             side, _, hook = beacon.last().partition(".")
             self._record(("raised", side, hook, ended, []) if hook else ("raised", "process", name, ended, []))
             raise EngineDied(name) from None
         for event in events:
             self._record(event)
+        if broken:
+            raise HarnessBrokeError(broken)
         if died:
             raise EngineDied(died)
         return result
@@ -370,15 +375,19 @@ def _serve(make: Callable[..., Any], pipe: Connection) -> None:
     events: list[Event] = []
 
     def answer(function: Callable[..., Any], *arguments: Any) -> Any:
-        died, result = "", None
+        died, broken, result = "", "", None
         try:
             result = function(*arguments)
         except EngineDied as error:
             died = str(error) or "engine"
+        except MemoryError:
+            raise  # as in `host`
+        except Exception as error:
+            broken = describe(error)
         sent = list(events)
         events.clear()
         # The object itself stays here.
-        pipe.send((sent, died, None if isinstance(function, functools.partial) else result))
+        pipe.send((sent, died, broken, None if isinstance(function, functools.partial) else result))
         return result
 
     status = 1

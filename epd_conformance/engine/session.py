@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 from epd_conformance.catalogue.selection import parse_cell_id
 from epd_conformance.engine import clock, measured
 from epd_conformance.engine.case import EngineCell
-from epd_conformance.engine.evidence import PlanEvidence
+from epd_conformance.engine.evidence import CELL_SCHEMA, PlanEvidence
 from epd_conformance.engine.findings import Finding
 from epd_conformance.engine.hosted import LIMIT_S, Carried, Host
 from epd_conformance.engine.hunt import Catch, shrink_catch, size
@@ -24,8 +23,6 @@ from epd_conformance.errors import StackError
 from epd_conformance.features import Feature
 from epd_conformance.live.layout import cell_path
 from epd_conformance.oracle.cell import Judgement
-
-CELL_SCHEMA = "epd-conformance/engine-cell/v1"
 
 #: Runs that making one failing plan smaller may take. Plans of the corpus are small already; a connector that is broken all over
 #: fails thirty requirements, and nobody should wait minutes for that.
@@ -99,6 +96,9 @@ class EngineSession:
             if smallest[0].death is None or not smallest[0].death.hung:
                 shrink_catch(catch, self._found, SHRINK_RUNS)
             shrunk = self._carry(catch.plan, "shrunk")
+            if smallest[1].name not in {finding.name for finding in shrunk.findings}:
+                # It does not show it every time: what was seen stands as it was seen.
+                shrunk = smallest[0]
         path = self.out / cell_path(cell.id)
         path.parent.mkdir(parents=True, exist_ok=True)
         evidence = {
@@ -181,10 +181,3 @@ class EngineSession:
 def checks(asked: frozenset[str]) -> list[str]:
     """The directed checks of a run that asks for these requirements."""
     return [name for name, check in measured.CHECKS.items() if check.requirement in asked]
-
-
-def read_cell(data: Mapping[str, Any]) -> PlanEvidence | None:
-    """The smallest failing plan of a cell's evidence, None where it has none. Raises ValueError for what is no such cell."""
-    if data.get("schema") != CELL_SCHEMA:
-        raise ValueError(f"not a cell of schema {CELL_SCHEMA}: {data.get('schema')!r}")
-    return PlanEvidence.from_json(data["shrunk"]) if data["shrunk"] is not None else None

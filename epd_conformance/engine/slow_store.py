@@ -42,8 +42,8 @@ def slow_store(subject: Subject, root: Path, *, seconds: float) -> dict[str, Any
     folder.serve()
     told = process.result()
     # What a process says that ended is no result of this check.
-    empty = {"slowest": {}, "deferred": 0, "served": False, "died": "; ".join(told.get("bad", ()))}
-    return {"held": folder.held, **(empty if "bad" in told else told)}
+    empty = {"slowest": {}, "deferred": 0, "served": False, "died": told.get("ended", "")}
+    return {"held": folder.held, **(empty if "ended" in told else told)}
 
 
 def _site(subject: Subject, root: Path) -> Site:

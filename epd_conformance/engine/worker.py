@@ -95,7 +95,12 @@ class Worker:
         `promised`, `allocated`: keys that this step loads, and all that it took room for; only to judge what the connector does.
         Raises EngineDied where the worker would end, also when what it has to send cannot be pickled.
         """
-        output = self._step(unpack(message), promised, allocated)
+        try:
+            received = unpack(message)
+        except Exception as error:
+            self.side.returned("build_connector_meta", f"the metadata cannot be unpickled: {describe(error)}")
+            raise AssertionError from None  # `returned` raises
+        output = self._step(received, promised, allocated)
         try:
             return pack(output)
         except Exception as error:
@@ -191,6 +196,8 @@ class Worker:
         for key, tensor in cache.items():
             if before.get(key) is tensor:
                 continue
+            if not isinstance(tensor, torch.Tensor):
+                self.side.returned("start_load_caches", f"put a {type(tensor).__name__} into the encoder cache")
             shape = list(tensor.shape)
             device = tensor.device.type
             kind = str(tensor.dtype).removeprefix("torch.")

@@ -458,6 +458,8 @@ class _Check:
                 record.requirement, case.check, self._asked(record.topology)
             )
             self._compared(record, judgement)
+            for words in verify_engine.shrunk_problems(written, record.requirement, self._asked(record.topology)):
+                self._say(Kind.EVIDENCE, record.id, words)
 
     def _proxy_cell(self, record: CellRecord) -> None:
         """A cell of a proxy before fake servers: judged by what the fakes saw and what the clients got."""

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from epd_conformance.engine import replaying
+from epd_conformance.engine.evidence import CELL_SCHEMA
 from epd_conformance.engine.plan import ItemSpec, Plan, ServerSpec
-from epd_conformance.engine.session import CELL_SCHEMA
 from epd_conformance.errors import UsageError
 
 PLAN = Plan((ServerSpec("ec_consumer", cache=8),), (ItemSpec("a", 0),), ())
@@ -20,8 +20,9 @@ def test_a_plan_alone_is_of_the_layer_that_is_asked_for(tmp_path: Path) -> None:
     path.write_text(PLAN.to_text())
     assert replaying.read(path) == replaying.Recorded(PLAN, "contract")
     assert replaying.read(path, "scheduler") == replaying.Recorded(PLAN, "scheduler")
-    with pytest.raises(UsageError, match="no profile 'e-pd' without servers: use contract or scheduler"):
-        replaying.read(path, "e-pd")
+    for profile in ("e-pd", "proxy"):
+        with pytest.raises(UsageError, match=f"no profile '{profile}' carries out a plan .* use contract or scheduler"):
+            replaying.read(path, profile)
 
 
 def test_evidence_says_its_layer_itself(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from run_fakes import Call, Ended
 
 from epd_conformance.engine import session
 from epd_conformance.engine.evidence import Death, PlanEvidence
+from epd_conformance.engine.explain import TWINS
 from epd_conformance.engine.findings import Finding
 from epd_conformance.engine.hosted import Carried
 from epd_conformance.engine.plan import Plan
@@ -22,6 +23,19 @@ HIDDEN = 8
 POOL = "engine/contract.ndjson"
 CELL = "EPD-KEY-001[contract/tiny-qwen2.5-vl/plans]"
 LOST = "EPD-XFER-011[contract/tiny-qwen2.5-vl/plans]"
+
+
+def whole(plan: Plan, lost: bool) -> list[list[Any]]:
+    """All that a plan leaves in which each server does nothing; `lost`: the last thing in it is a load that is not there."""
+    names = plan.server_names()
+    events: list[list[Any]] = [[name, ["booted"]] for name in names]
+    events += [["", ["operation", number]] for number in range(len(plan.operations) + 1)]
+    events += [[names[-1], ["loading", []]], [names[-1], ["built", True]]]
+    events += [[name, ["idle", 0.0, False]] for name in names] + [["", ["swept"]]]
+    for name, spec in zip(names, plan.servers, strict=True):
+        sides = [f"worker {rank}" for rank in range(spec.ranks)] + ["scheduler"]
+        events += [[name, ["shutdown", side]] for side in sides * 2]
+    return [*events, [names[-1], ["missing", 0, "item-0"]]] if lost else events
 
 
 class MadeHost:
@@ -45,16 +59,10 @@ class MadeHost:
         self.carried.append(keep)
         dead = self.death if self.broken and self.broken in keep else None
         lost = bool(self.broken) and (self.broken in keep or keep in ("", "shrunk")) and dead is None
-        consumer = plan.server_names()[-1]
-        events = [[consumer, ["operation", 0]], [consumer, ["loading", []]], [consumer, ["built", True]]]
-        if lost:
-            events.append([consumer, ["missing", 0, "item-0"]])
-        found = PlanEvidence(keep, plan, HIDDEN, [] if dead else events, death=dead)
         # What a twin shows is the same, so that nothing is explained by a circumstance.
-        twins = dict.fromkeys(("EPD-INIT-006", "EPD-XFER-009", "EPD-RACE-011", "EPD-RACE-007"), events)
-        twins |= dict.fromkeys(("EPD-ROLE-010", "EPD-XFER-010", "EPD-XFER-014", "EPD-SEC-004"), events)
-        twins |= dict.fromkeys(("EPD-ERR-003", "EPD-ERR-004"), events)
-        found = PlanEvidence(keep, plan, HIDDEN, found.events, twins, dead)
+        twins = {name: twin for name, _, make in TWINS if (twin := make(plan)) is not None}
+        events = {name: whole(twin, lost) for name, twin in twins.items()}
+        found = PlanEvidence(keep, plan, HIDDEN, [] if dead else whole(plan, lost), events, dead)
         findings = [Finding("EPD-XFER-011", "promised and not there", "", "")] if lost else []
         return Carried(findings, 1, evidence=found, death=dead)
 
@@ -105,7 +113,10 @@ def test_what_was_put_to_the_test_passes_and_nothing_else(contract: Contract) ->
         "EPD-RACE-008",
         "EPD-RACE-011",
         "EPD-LIFE-001",
+        "EPD-LIFE-009",
+        "EPD-LIFE-010",
         "EPD-ROLE-008",
+        "EPD-INIT-001",
         "EPD-INIT-002",
         "EPD-INIT-004",
         "EPD-INIT-005",
@@ -230,6 +241,37 @@ def make_an_easier_plan(lines: list[dict[str, Any]]) -> None:
     lines[1]["plan"]["plan"]["operations"] = []
 
 
+def empty_drawn_plans(lines: list[dict[str, Any]]) -> None:
+    for line in lines:
+        if line.get("plan", {}).get("name", "").startswith("drawn"):
+            line["plan"]["events"] = []
+
+
+def cut_a_plan(lines: list[dict[str, Any]]) -> None:
+    lines[1]["plan"]["events"] = lines[1]["plan"]["events"][: len(lines[1]["plan"]["events"]) // 2]
+
+
+def cut_the_shutdown(lines: list[dict[str, Any]]) -> None:
+    del lines[1]["plan"]["events"][-2]  # the last one is the finding
+
+
+def empty_a_twin(lines: list[dict[str, Any]]) -> None:
+    lines[1]["plan"]["twins"]["EPD-XFER-009"] = []
+
+
+def rename_events(lines: list[dict[str, Any]]) -> None:
+    for line in lines:
+        for _, event in line.get("plan", {}).get("events", []):
+            event[0] = event[0].replace("built", "x-built")
+
+
+def hang_the_harness(lines: list[dict[str, Any]]) -> None:
+    for line in lines:
+        if line.get("plan", {}).get("name", "").startswith("drawn"):
+            line["plan"]["death"] = {"at": "engine", "hung": True, "status": -9, "limit_s": 10.0, "output": ""}
+            line["plan"]["events"] = []
+
+
 def drop_a_check(lines: list[dict[str, Any]]) -> None:
     del lines[-1]
 
@@ -243,6 +285,12 @@ def drop_a_check(lines: list[dict[str, Any]]) -> None:
         (leave_out, "no hook hung so often"),
         (make_an_easier_plan, "is not the one of the suite"),
         (drop_a_check, "its checks are"),
+        (empty_drawn_plans, "it does not go through its"),
+        (cut_a_plan, "what lies outside the store was not looked at"),
+        (cut_the_shutdown, "was not shut down"),
+        (empty_a_twin, "without the circumstance of EPD-XFER-009, it does not go through"),
+        (rename_events, "no event is called 'x-built'"),
+        (hang_the_harness, "in a way that says nothing about the connector"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
@@ -250,3 +298,22 @@ def test_changed_evidence_is_found(contract: Contract, change: Callable[[Any], N
     _, out = contract(MadeHost("transfer-v1"))
     found = edit(out, change)
     assert any(words in problem.words for problem in found.problems), found.lines()
+
+
+def junk(shrunk: dict[str, Any]) -> dict[str, Any]:
+    return {"junk": 1}
+
+
+def nothing_lost(shrunk: dict[str, Any]) -> dict[str, Any]:
+    return {**shrunk, "events": shrunk["events"][:-1]}
+
+
+@pytest.mark.parametrize(("change", "words"), [(junk, "is damaged"), (nothing_lost, "does not break EPD-XFER-011")])
+def test_a_smallest_plan_that_shows_nothing_is_found(
+    contract: Contract, change: Callable[[Any], Any], words: str
+) -> None:
+    ended, out = contract(MadeHost("transfer-v1"))
+    path = out / next(name for name in ended.cells[LOST]["artifacts"] if name.startswith("cells/"))
+    cell = json.loads(path.read_text())
+    path.write_text(json.dumps({**cell, "shrunk": change(cell["shrunk"])}))
+    assert any(words in problem.words for problem in verify(out).problems if problem.where == LOST)
