@@ -704,6 +704,15 @@ class KeepsFiles(PlainStore):
         ]
 
 
+class LongSave(PlainStore):
+    """A save takes more operations than the store is slow for."""
+
+    def put(self, key: str, tensor: torch.Tensor) -> None:
+        for _ in range(10):
+            self.path(key).exists()
+        super().put(key, tensor)
+
+
 class Aside(PlainStore):
     """Asks and fills its store in threads, and holds a request back meanwhile."""
 
