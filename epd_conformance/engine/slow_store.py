@@ -37,7 +37,8 @@ def slow_store(subject: Subject, root: Path, *, seconds: float) -> dict[str, Any
     """One process saves, another answers a request without items beside one with two, a third has that one alone.
 
     Returns `held`: operations that were held up while consumers looked up; `slowest`: hook -> seconds that it took at most, loads
-    and saves left out; `deferred`: how often the lone request was; `served`: whether it was served or given up; `died`: what a server died of.
+    and saves left out; `deferred`: how often the lone request was; `served`: whether it was served or given up; `died`: what a
+    server died of.
     """
     site = _site(subject, root / "slow")
     folder = SlowFolder(site.store, seconds, SLOW_FOR * seconds)

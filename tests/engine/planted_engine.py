@@ -833,6 +833,18 @@ class PlainSubject(Subject):
         return PlainProbe(stack.store)
 
 
+class Elsewhere_(PlainSubject):
+    """Its store is not where it is to be: neither made read-only nor removed when the harness does that."""
+
+    def connector_config(self, role: str, stack: StackInfo) -> dict[str, Any]:
+        stack.store.with_name("elsewhere").mkdir(exist_ok=True)
+        extra = {"root": str(stack.store.with_name("elsewhere"))}
+        return {**super().connector_config(role, stack), "ec_connector_extra_config": extra}
+
+    def probe(self, stack: StackInfo) -> Any:
+        return PlainProbe(stack.store.with_name("elsewhere"))
+
+
 class PlainProbe:
     """Damages whole files only: enough for what is planted here."""
 
