@@ -49,12 +49,12 @@ class Row:
         return self.killed + self.survived + self.timed_out + self.broken
 
     @property
-    def rate(self) -> float:
-        """Killed of those that are killed or survive; 1 where there are none."""
+    def rate(self) -> float | None:
+        """Killed of those that are killed or survive; None where there are none."""
         return _rate(self.killed, self.survived)
 
     @property
-    def rate_unexplained(self) -> float:
+    def rate_unexplained(self) -> float | None:
         """The same without the survivors that are explained."""
         return _rate(self.killed, self.survived - self.explained)
 
@@ -80,7 +80,7 @@ def command(
     say: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True)  # noqa: E731
     say(f"{len(picked)} of {len(mutants)} mutants; drawn plans: {trial.DRAWN}, seed {trial.SEED}")
     began = time.monotonic()
-    file = ledger.open("w", encoding="utf-8") if ledger is not None else None
+    file = _opened(ledger) if ledger is not None else None
     try:
         fates, left = trial.run(
             reference.target(),
@@ -109,6 +109,15 @@ def command(
 
 
 _SURVIVED = ("survived", "not reached")
+
+
+def _opened(ledger: Path) -> IO[str]:
+    try:
+        return ledger.open("w", encoding="utf-8")
+    except OSError as error:
+        raise UsageError(
+            f"--ledger {ledger} cannot be written ({error.strerror}): name a file in a folder that is there"
+        ) from error
 
 
 def _chosen(module: str, again: Path | None) -> list[Mutant]:
@@ -170,13 +179,12 @@ def measurements(
 ) -> list[Measurement]:
     """The figures of a run. `left`: mutants that it did not come to."""
     all_ = row(fates, known)
-    goal = f"at least {GOAL:g}"
     figures = [
         _figure("mutants", all_.number, ""),
         _figure("left when time was up", left, ""),
         _figure("time", minutes, "min"),
-        _figure("kill rate", all_.rate, "", goal, all_.rate >= GOAL),
-        _figure("kill rate, explained aside", all_.rate_unexplained, "", goal, all_.rate_unexplained >= GOAL),
+        _rated("kill rate", all_.rate),
+        _rated("kill rate, explained aside", all_.rate_unexplained),
         _figure("killed", all_.killed, ""),
         _figure("survived", all_.survived, ""),
         _figure("of them explained", all_.explained, ""),
@@ -199,7 +207,7 @@ def show(fates: Sequence[trial.Fate], known: Sequence[explained.Explanation], su
         for name in dict.fromkeys(of(fate) for fate in fates):
             one = row([fate for fate in fates if of(fate) == name], known)
             numbers = (one.number, one.killed, one.survived, one.explained, one.unreached, one.timed_out, one.broken)
-            table.add_row(name, *map(str, numbers), f"{one.rate:.1%}")
+            table.add_row(name, *map(str, numbers), f"{one.rate:.1%}" if one.rate is not None else "")
         console.print()
         console.print(table)
     table = Table(box=None, padding=(0, 2, 0, 0))
@@ -241,10 +249,19 @@ def _operator(fate: trial.Fate) -> str:
     return fate.mutant.operator
 
 
-def _rate(killed: int, survived: int) -> float:
-    return killed / (killed + survived) if killed + survived else 1.0
+def _rate(killed: int, survived: int) -> float | None:
+    return killed / (killed + survived) if killed + survived else None
 
 
-def _figure(name: str, value: float, unit: str, goal: str = "", met: bool | None = None) -> Measurement:
+def _figure(name: str, value: float, unit: str) -> Measurement:
     value = round(value, 4)
-    return Measurement(name, value, unit, value, value, goal=goal, met=met)
+    return Measurement(name, value, unit, value, value)
+
+
+def _rated(name: str, rate: float | None) -> Measurement:
+    """A rate with its goal. Where nothing was killed and nothing survived there is no rate, and no goal is met."""
+    if rate is None:
+        return Measurement(name, 0.0, "", 0.0, 0.0, goal="not measured")
+    return Measurement(
+        name, round(rate, 4), "", round(rate, 4), round(rate, 4), goal=f"at least {GOAL:g}", met=rate >= GOAL
+    )

@@ -174,7 +174,9 @@ def _plans(features: frozenset[Feature]) -> Iterator[tuple[str, Plan]]:
         arrive = [{"op": "request", "server": server, "items": [0], "params": parameters} for server in (0, -1)]
         yield f"parameters-{number}", Plan(pair, items, (scenes.save([0]), *arrive, {"op": "run"}, scenes.run()))
     for fault in STORE_FAULTS:
-        yield f"store-{fault}", Plan(pair, items, _operations([scenes.failing([0, 1], fault)]))
+        # What was saved before shows that a removed store is gone.
+        failing = [[scenes.save([2])], scenes.failing([0, 1], fault)]
+        yield f"store-{fault}", Plan(pair, items, _operations(failing))
     if Feature.ASYNC_TRANSFER in features:
         # Whoever looks up in the background is not done in the first pass, and is before anybody's patience ends.
         looks = [scenes.ask([0]), {"op": "step", "server": -1}, *20 * [{"op": "wait", "seconds": 0}], scenes.run()]

@@ -54,6 +54,8 @@ What the harness did itself stands among them, so that the events of a plan are 
     gone        (keeps)                                 the server ended; whether the store outlives it
     arrived     (request, media, hostile)               `media`: key -> whether the request has its media
     fault       (fault)                                 the store has this fault from now on; empty: it is mended
+    absent      (keys)                                  of the store's fault, just before it is mended: the probe finds no whole
+                                                        object of these
     made-to-name (request)                              the connector will name it as unavailable
     watch       (begins)                                the store is watched for changes, or no more
     swept       ()                                      what lies outside the store was looked at

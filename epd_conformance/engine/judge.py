@@ -87,6 +87,10 @@ class Judge:
         self.exercised: Counter[str] = Counter()
         self.operation = -1
         self.store_fault = ""
+        # When it came, how often a look-up or a save met it, and which items were saved for the first time meanwhile.
+        self._broke = 0
+        self._met = 0
+        self._first_saved: set[str] = set()
         self.time = 0
         self._producers = producers
         self._consumers = consumers
@@ -112,6 +116,7 @@ class Judge:
     def store_broke(self, fault: str) -> None:
         """The store is full, read-only or removed from now on; empty: mended."""
         self.store_fault = fault
+        self._broke, self._met, self._first_saved = self.time, 0, set()
 
     def found(self, requirement: str, kind: str, expected: str, observed: str, server: str = "") -> None:
         self.findings.append(Finding(requirement, kind, expected, observed, server, self.operation))
@@ -220,7 +225,7 @@ class Judge:
         if self._watching:
             asked["EPD-KEY-002"] += 1
         if self.store_fault:
-            asked[_STORE_REQUIREMENT[self.store_fault]] += 1
+            self._met += 1
             return
         if item.damage and item.window == "":
             with_media = request is None or request.media.get(key, True)
@@ -450,11 +455,13 @@ class Judge:
             return
         if item is None:
             return
+        if self.store_fault and item.saved is None:
+            self._first_saved.add(key)
         item.saved, item.saved_by = self.time, server
         item.left = False
         if self.store_fault:
             item.sure = False
-            self.exercised[_STORE_REQUIREMENT[self.store_fault]] += 1
+            self._met += 1
         else:
             item.primed = item.primed or bool(item.damage)
             item.sure, item.damage, item.window, item.vouched = True, "", "", False
@@ -497,6 +504,16 @@ class Judge:
 
     def _fault(self, server: str, fault: str) -> None:
         self.store_broke(fault if fault in _STORE_REQUIREMENT else "")
+
+    def _absent(self, server: str, keys: list[str]) -> None:
+        """A fault of the store counts where it shows: in an object that is gone with it, or in one that could not be written."""
+        if self.store_fault == "removed":
+            there = [item for key in keys if (item := self.items[key]).sure]
+            showed = any(item.saved is not None and item.saved <= self._broke for item in there)
+        else:
+            showed = not self._first_saved.isdisjoint(keys)
+        if self.store_fault and showed:
+            self.exercised[_STORE_REQUIREMENT[self.store_fault]] += self._met
 
     def _watch(self, server: str, begins: bool) -> None:
         self._watching = begins
@@ -582,6 +599,7 @@ _HANDLERS: Mapping[str, Any] = {
     "booted": Judge._booted,
     "gone": Judge._gone,
     "fault": Judge._fault,
+    "absent": Judge._absent,
     "swept": Judge._swept,
     "stuck": Judge._stuck,
     "idle": Judge._idle,

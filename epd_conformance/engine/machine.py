@@ -347,6 +347,7 @@ class _Machine:
             return
         if self.fault:
             before = self.fault
+            self._note(None, "absent", self.site.absent())
             site.mend_process(before)
             for server in self.servers:
                 if server is not None:

@@ -25,12 +25,18 @@ SCHEMA = "epd-conformance/engine-pool/v1"
 HANGS = 3
 
 #: A requirement that is not asked in every run (it needs a feature, or a check of the contract layer) -> the one that is broken
-#: where a plan shows it all the same.
+#: where a plan shows it all the same. What needs the feature to be broken, such as a look-up that writes into a store that nobody
+#: may look into, is not among them.
+_ANYWAY = "EPD-INIT-006"
 WITHOUT_FEATURE = {
-    "EPD-LIFE-001": "EPD-INIT-006",
-    "EPD-LIFE-006": "EPD-INIT-006",
-    "EPD-LIFE-007": "EPD-INIT-006",
-    "EPD-OBS-002": "EPD-INIT-006",
+    "EPD-ERR-001": _ANYWAY,
+    "EPD-ERR-003": _ANYWAY,
+    "EPD-ERR-004": _ANYWAY,
+    "EPD-INIT-002": _ANYWAY,
+    "EPD-LIFE-001": _ANYWAY,
+    "EPD-LIFE-006": _ANYWAY,
+    "EPD-LIFE-007": _ANYWAY,
+    "EPD-OBS-002": _ANYWAY,
 }
 
 
@@ -88,16 +94,18 @@ class Pool:
     def findings(self, asked: frozenset[str] | set[str]) -> dict[str, list[tuple[str, Finding]]]:
         """Requirement -> (name of the plan or check, finding), in the order of the pool. `asked`: the requirements of the run."""
         found: dict[str, list[tuple[str, Finding]]] = {}
-        for name, finding in self._all():
+        for name, finding, died in self._all():
             requirement = finding.requirement
             if requirement not in asked:
-                requirement = WITHOUT_FEATURE.get(requirement, requirement)
+                # Whatever is asked of it, no server may die.
+                requirement = _ANYWAY if died else WITHOUT_FEATURE.get(requirement, requirement)
             found.setdefault(requirement, []).append((name, finding))
         return found
 
-    def _all(self) -> list[tuple[str, Finding]]:
-        found = [(one.name, finding) for one in self.plans for finding in one.findings]
-        return found + [(one.check, finding) for one in self.checks for finding in one.findings]
+    def _all(self) -> list[tuple[str, Finding, bool]]:
+        """Name of the plan or check, finding, and whether it is how the process ended."""
+        found = [(one.name, finding, one.death is not None) for one in self.plans for finding in one.findings]
+        return found + [(one.check, finding, one.death is not None) for one in self.checks for finding in one.findings]
 
     def judge(self, requirement: str, check: str, asked: frozenset[str] | set[str]) -> Judgement:
         """The verdict of a requirement. `check`: the directed check that its cell is; empty: all plans are."""

@@ -95,6 +95,19 @@ class Site:
 
     # ---- damage ----
 
+    def absent(self) -> list[str]:
+        """The keys of which the probe finds no object, or one that was cut off by a full store. Empty where there is no probe."""
+        return [key for key in self.keys if not self._there(key)]
+
+    def _there(self, key: str) -> bool:
+        if self.probe is None:
+            return True
+        try:
+            found = self.probe.read(key)
+        except Exception:
+            return False  # the probe's way to say that the store is gone
+        return found is not None and len(found) > FULL_AT_BYTES
+
     def damage(self, item: int, how: str, window: str = "") -> Event | None:
         """Damage an item's object. Returns the event, or None where nothing happened: no probe, no object, no fitting donor."""
         key = self.keys[item % len(self.keys)]

@@ -17,6 +17,7 @@ import socket
 import struct
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 
 from epd_conformance.engine import clock
@@ -44,7 +45,7 @@ class SlowFolder:
 
     Args:
         seconds: what each operation takes, while switched on.
-        limit_s: seconds after the first operation for which any is held up: nothing is to hang.
+        limit_s: seconds after the first operation of a phase for which any is held up: nothing is to hang.
     """
 
     def __init__(self, folder: Path, seconds: float, limit_s: float) -> None:
@@ -53,9 +54,9 @@ class SlowFolder:
         self._limit_s = limit_s
         self._switch = mmap.mmap(-1, 1)
         self._ours, self._theirs = socket.socketpair()
-        self._first: float | None = None
-        #: Operations that were held up.
-        self.held = 0
+        self._first: dict[int, float] = {}
+        #: Phase -> operations that were held up.
+        self.held: Counter[int] = Counter()
 
     # ---- in the process that is held up ----
 
@@ -70,8 +71,9 @@ class SlowFolder:
         os.close(found)
         return True
 
-    def switch(self, on: bool) -> None:
-        self._switch[0] = on
+    def slow(self, phase: int) -> None:
+        """Slow from now on. `phase`: each has a time limit and a count of its own; 0: not slow."""
+        self._switch[0] = phase
 
     # ---- in the other one ----
 
@@ -98,13 +100,12 @@ class SlowFolder:
 
     def _hold(self, listener: int, notice: bytes) -> None:
         number, pid, _, call, _, _, *arguments = _NOTICE.unpack(notice)
-        if self._switch[0]:
+        if phase := self._switch[0]:
             path = _path(pid, arguments, _CALLS[platform.machine()][call])
             if path == self._folder or path.startswith(self._folder + b"/"):
                 now = clock.real()
-                self._first = now if self._first is None else self._first
-                if now - self._first < self._limit_s:
-                    self.held += 1
+                if now - self._first.setdefault(phase, now) < self._limit_s:
+                    self.held[phase] += 1
                     time.sleep(self._seconds)
         with contextlib.suppress(OSError):
             fcntl.ioctl(listener, _SEND, struct.pack("QqiI", number, 0, 0, _CONTINUE))

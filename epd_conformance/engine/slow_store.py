@@ -22,8 +22,11 @@ from epd_conformance.engine.slow_folder import SlowFolder
 from epd_conformance.engine.worker import Source
 from epd_conformance.subject import Subject
 
-#: Real seconds for which the store is slow, as a whole: what takes ten operations for a look-up must not be taken for a hang.
-SLOW_FOR_S = 8.0
+#: So many operations' time the store is slow for each of the two sides, as a whole: what takes ten operations for a look-up must
+#: not be taken for a hang.
+SLOW_FOR = 8
+#: A producer that saves, then consumers that look up. A save may take as long as it likes: it must leave the other phase its time.
+_SAVING, _LOOKING_UP = 1, 2
 #: Steps of a producer after its save, and of a consumer while others wait: at a millisecond each some seconds.
 _STEPS = 3000
 #: As `machine`: by how much the clock is put forward for who still waits, and how often.
@@ -33,17 +36,18 @@ _PATIENCE = (15.0, 20)
 def slow_store(subject: Subject, root: Path, *, seconds: float) -> dict[str, Any]:
     """One process saves, another answers a request without items beside one with two, a third has that one alone.
 
-    Returns `held`: operations that were held up; `slowest`: hook -> seconds that it took at most, loads and saves left
-    out; `deferred`: how often the lone request was; `served`: whether it was served or given up; `died`: what a server died of.
+    Returns `held`: operations that were held up while consumers looked up; `slowest`: hook -> seconds that it took at most, loads
+    and saves left out; `deferred`: how often the lone request was; `served`: whether it was served or given up; `died`: what a
+    server died of.
     """
     site = _site(subject, root / "slow")
-    folder = SlowFolder(site.store, seconds, SLOW_FOR_S)
-    process = Forked(functools.partial(_servers, site, folder))
+    folder = SlowFolder(site.store, seconds, SLOW_FOR * seconds)
+    process = Forked(functools.partial(_servers, site, folder, seconds))
     folder.serve()
     told = process.result()
     # What a process says that ended is no result of this check.
     empty = {"slowest": {}, "deferred": 0, "served": False, "died": told.get("ended", "")}
-    return {"held": folder.held, **(empty if "ended" in told else told)}
+    return {"held": folder.held[_LOOKING_UP], **(empty if "ended" in told else told)}
 
 
 def _site(subject: Subject, root: Path) -> Site:
@@ -52,7 +56,7 @@ def _site(subject: Subject, root: Path) -> Site:
     return Site(subject, Plan(servers, items, ()), root, configs.hidden_size())
 
 
-def _servers(site: Site, folder: SlowFolder) -> dict[str, Any]:
+def _servers(site: Site, folder: SlowFolder, seconds: float) -> dict[str, Any]:
     told: dict[str, Any] = {"slowest": {}, "deferred": 0, "served": False, "died": ""}
     if not folder.install():
         return told
@@ -70,9 +74,13 @@ def _servers(site: Site, folder: SlowFolder) -> dict[str, Any]:
         producer.add("before", {"items": [(key, 4, 0) for key in site.keys[:2]]})
         _until(producer, "before")
         slowest.clear()
-        folder.switch(True)
+        folder.slow(_SAVING)
         producer.add("saves", {"items": [(site.keys[2], 4, 0)]})
         _until(producer, "saves")
+        folder.slow(0)
+        # A thread that saves is held up in its last operation for so long; the others are quick now.
+        time.sleep(seconds)
+        folder.slow(_LOOKING_UP)
         busy.add("talks", {"items": [], "max_tokens": 2 * _STEPS})
         asked = {"items": [(key, 4, 0) for key in site.keys[:2]]}
         busy.add("asks", asked)
@@ -82,7 +90,7 @@ def _servers(site: Site, folder: SlowFolder) -> dict[str, Any]:
         alone.add("asks", asked)
         told["served"] = _until(alone, "asks", patient=True)
         told["deferred"] = sum(event[0] == "deferred" for event in events)
-        folder.switch(False)
+        folder.slow(0)
         for server in (producer, busy, alone):
             server.shutdown("worker-first")
     except EngineDied as error:

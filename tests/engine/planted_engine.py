@@ -704,6 +704,15 @@ class KeepsFiles(PlainStore):
         ]
 
 
+class LongSave(PlainStore):
+    """A save takes more operations than the store is slow for."""
+
+    def put(self, key: str, tensor: torch.Tensor) -> None:
+        for _ in range(10):
+            self.path(key).exists()
+        super().put(key, tensor)
+
+
 class Aside(PlainStore):
     """Asks and fills its store in threads, and holds a request back meanwhile."""
 
@@ -822,6 +831,18 @@ class PlainSubject(Subject):
 
     def probe(self, stack: StackInfo) -> Any:
         return PlainProbe(stack.store)
+
+
+class Elsewhere_(PlainSubject):
+    """Its store is not where it is to be: neither made read-only nor removed when the harness does that."""
+
+    def connector_config(self, role: str, stack: StackInfo) -> dict[str, Any]:
+        stack.store.with_name("elsewhere").mkdir(exist_ok=True)
+        extra = {"root": str(stack.store.with_name("elsewhere"))}
+        return {**super().connector_config(role, stack), "ec_connector_extra_config": extra}
+
+    def probe(self, stack: StackInfo) -> Any:
+        return PlainProbe(stack.store.with_name("elsewhere"))
 
 
 class PlainProbe:

@@ -122,6 +122,24 @@ def test_while_the_store_fails_nothing_is_to_be_found_and_hooks_still_return() -
     assert requirements(made)[1:] == ["EPD-KEY-001"]
 
 
+@pytest.mark.parametrize(
+    ("fault", "absent", "requirement"),
+    [
+        ("removed", ["a", "b"], "EPD-ERR-004"),
+        ("removed", ["b"], ""),  # what was there before still is
+        ("read-only", ["b"], "EPD-ERR-004"),
+        ("full", ["b"], "EPD-ERR-003"),
+        ("full", ["a"], ""),  # what was saved meanwhile is there
+        ("full", [], ""),
+    ],
+)
+def test_a_fault_of_the_store_counts_where_it_shows(fault: str, absent: list[str], requirement: str) -> None:
+    made = saved(judge())
+    for event in (("fault", fault), ("saved", 0, "b", []), ("lookup", "r", "a", False), ("absent", absent)):
+        made.take("e" if event[0] == "saved" else "c", event)
+    assert {name for name in made.exercised if name.startswith("EPD-ERR")} == {requirement} - {""}
+
+
 def test_a_look_up_that_raises_is_blamed_on_the_object_that_lies_there() -> None:
     for damaged, expected in ((True, "EPD-INTEG-001"), (False, "EPD-KEY-001")):
         made = saved(judge())

@@ -117,3 +117,15 @@ def test_the_reference_survives_the_corpus(host: Host) -> None:
     for plan in CORPUS.values():
         found |= {finding.name for finding in host.carry(plan, subject="reference").findings}
     assert found == set()
+
+
+@pytest.mark.parametrize(
+    ("fault", "requirement"), [("read-only", "EPD-ERR-004"), ("removed", "EPD-ERR-004"), ("full", "EPD-ERR-003")]
+)
+def test_a_fault_that_does_not_reach_the_store_shows_nothing(host: Host, fault: str, requirement: str) -> None:
+    name = f"store-{fault}"
+    # A limit on the size of files holds wherever they are.
+    for subject, expected in (("PlainStore_", True), ("Elsewhere_", fault == "full")):
+        evidence = host.carry(CORPUS[name], subject=f"planted_engine:{subject}", keep=name).evidence
+        assert evidence is not None
+        assert (requirement in evidence.exercised) is expected, subject

@@ -72,3 +72,17 @@ def test_what_is_no_module_or_ledger_is_said(tmp_path: Path) -> None:
         power._chosen("reclaimer", None)
     with pytest.raises(UsageError, match="is no ledger"):
         power._chosen("", tmp_path / "none")
+
+
+def test_where_nothing_was_killed_and_nothing_survived_no_goal_is_met() -> None:
+    for figure in power.measurements([fate(1, "timed out"), fate(2, "broken")], 0, 1.0, KNOWN):
+        assert figure.met is None
+        assert not figure.name.startswith("kill rate") or figure.goal == "not measured"
+
+
+def test_a_ledger_that_cannot_be_written_is_said_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(power.trial, "run", lambda *_, **__: pytest.fail("it began"))
+    with pytest.raises(UsageError, match="cannot be written"):
+        power.command(module="widths", ledger=tmp_path / "none" / "l.ndjson")

@@ -45,7 +45,7 @@ CHECKED = {
 #: Found in tests/engine only: what is about a damaged store has its like in `zoo_sealed`, and one that eats a gigabyte in each plan
 #: takes minutes. One that saves in a thread is right or not as its thread is quick or not.
 LEFT_OUT = frozenset(
-    {"Aside", "Eats", "SharedMapping", "Unpickler", "LooksByTouching", "RaisesWhenFull", "GivesUpOnce"}
+    {"Aside", "Eats", "LongSave", "SharedMapping", "Unpickler", "LooksByTouching", "RaisesWhenFull", "GivesUpOnce"}
 )
 
 #: Seconds that a plan may take, on a busy machine too; and where it is known that a hook hangs.
