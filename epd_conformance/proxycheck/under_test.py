@@ -24,11 +24,9 @@ from epd_conformance.errors import StackError, UsageError
 from epd_conformance.features import Feature
 from epd_conformance.proxy.app import create_app
 from epd_conformance.proxy.config import ProxyConfig, make_config
+from epd_conformance.proxycheck.case import FOREIGN_LIMIT_S, OWN_LIMIT_S, OWN_MAKER
 from epd_conformance.proxycheck.plan import ARRANGEMENTS, ROLES, Role, servers_of
 from epd_conformance.subject import Implementation, StackInfo, Subject
-
-# Silence of a server that our own proxy bears. Fakes answer at once, so it matters only where a case says another.
-OWN_LIMIT_S = 20.0
 
 # Time that a proxy which a command starts has until it answers; one that somebody has to start by hand has longer.
 COMMAND_S = 60.0
@@ -37,9 +35,6 @@ BY_HAND_S = 600.0
 #: What every proxy can be asked for; what else is a feature is declared.
 FEATURES = frozenset({Feature.KV_DISAGGREGATION, Feature.MULTI_PRODUCER, Feature.LORA})
 OWN_FEATURES = FEATURES | {Feature.METADATA_ONLY}
-
-#: The name of our own proxy as a subject.
-OWN = "proxy"
 
 App = Callable[[ProxyConfig], Any]
 
@@ -54,7 +49,7 @@ class Foreign:
     command: str = ""
     url: str = ""
     ports: Mapping[Role, tuple[int, ...]] | None = None
-    limit_s: float = 60.0
+    limit_s: float = FOREIGN_LIMIT_S
     features: frozenset[Feature] = FEATURES
 
     @property
@@ -85,8 +80,7 @@ class ProxySubject(Subject):
 
     def __init__(self, given: Foreign | None, standing: Sequence[str]) -> None:
         if given is None:
-            version = epd_conformance.__version__
-            self.implementation = Implementation("epd-conformance", "epd-conformance proxy", version)
+            self.implementation = Implementation(*OWN_MAKER, epd_conformance.__version__)
         else:
             self.implementation = Implementation("", given.name, "")
         features = OWN_FEATURES if given is None else given.features
@@ -118,7 +112,7 @@ def foreign(
             "encode=9101,9102,decode=9104 (and prefill=…)"
         )
     declared = FEATURES | {_feature(word) for word in features}
-    seconds = 60.0 if limit_s is None else limit_s
+    seconds = FOREIGN_LIMIT_S if limit_s is None else limit_s
     if seconds <= 0:
         raise UsageError(f"--proxy-limit-s {seconds:g}: give seconds above 0")
     if command:
