@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 import shlex
@@ -113,13 +114,18 @@ def foreign(
         )
     declared = FEATURES | {_feature(word) for word in features}
     seconds = FOREIGN_LIMIT_S if limit_s is None else limit_s
-    if seconds <= 0:
+    if not (math.isfinite(seconds) and seconds > 0):
         raise UsageError(f"--proxy-limit-s {seconds:g}: give seconds above 0")
     if command:
         words(command, 1, dict.fromkeys(ROLES, ("http://127.0.0.1:1",)), seconds)
         return Foreign(name or "proxy", command=command, limit_s=seconds, features=declared)
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
+    try:
+        parts = urlsplit(url)
+        # A port that is none is noticed when it is asked for.
+        good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        good = False
+    if not good:
         raise UsageError(f"--proxy-url {url!r} is no address: write http://HOST:PORT")
     ports = parse_ports(upstreams)
     return Foreign(name or "proxy", url=url.rstrip("/"), ports=ports, limit_s=seconds, features=declared)
