@@ -53,7 +53,7 @@ from epd_conformance.parallel import Share
 from epd_conformance.progress import Progress
 from epd_conformance.proxy.app import create_app
 from epd_conformance.proxycheck import made, under_test
-from epd_conformance.proxycheck.case import ProxyCase, ProxyCell
+from epd_conformance.proxycheck.case import OWN, ProxyCase, ProxyCell
 from epd_conformance.proxycheck.plan import ARRANGEMENTS
 from epd_conformance.proxycheck.session import LOG as PROXY_LOG
 from epd_conformance.proxycheck.session import ProxySession
@@ -155,12 +155,12 @@ def proxy_options(options: Options) -> Options:
         raise UsageError("the profile proxy has fake servers: leave out --attach")
     given = options.foreign
     if given is None:
-        if options.subject not in ("", under_test.OWN):
+        if options.subject not in ("", OWN):
             raise UsageError(
                 f"the profile {options.profile} asks about the proxy, whatever connector runs behind it: leave out --subject, or "
                 "say whose proxy it is with --proxy-command or --proxy-url"
             )
-        return replace(options, subject=under_test.OWN)
+        return replace(options, subject=OWN)
     if options.mode is Mode.CERTIFY:
         raise UsageError(
             "--mode certify: nobody here knows which version of somebody else's proxy runs: leave out --mode certify"

@@ -9,6 +9,16 @@ from typing import Any
 from epd_conformance.proxycheck.plan import ARRANGEMENTS, Plan
 from epd_conformance.verdict import Owner
 
+#: Our own proxy: its name as a subject, and organization and project of who made it. Somebody else's has no organization.
+OWN = "proxy"
+OWN_MAKER = ("epd-conformance", "epd-conformance proxy")
+
+# Silence of a server that our own proxy bears. Fakes answer at once, so it matters only where a case says another.
+OWN_LIMIT_S = 20.0
+
+# The same of somebody else's, where nobody says what it is.
+FOREIGN_LIMIT_S = 60.0
+
 
 @dataclass(frozen=True)
 class ProxyCase:

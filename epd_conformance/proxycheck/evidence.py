@@ -115,6 +115,11 @@ class ProxyEvidence:
         """The role that loads what the encode servers made."""
         return "prefill" if self.prefills else "decode"
 
+    @property
+    def consumers(self) -> tuple[str, ...]:
+        """The roles that get a request after the encode servers."""
+        return ("prefill", "decode") if self.prefills else ("decode",)
+
     @cached_property
     def calls(self) -> list[Seen]:
         """What the servers got as legs of requests: not health checks and the like."""

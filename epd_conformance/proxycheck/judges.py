@@ -62,6 +62,31 @@ def _first(reason: str, rung: str, expected: str, complaints: Iterator[str], goo
     return _fail(reason, rung, expected, "; ".join(found[:3])) if found else _pass(expected, good)
 
 
+def _where(lacking: Iterator[str], expected: str, judgement: Judgement) -> Judgement:
+    """A judgement that passes only where nothing is lacking: what was never exercised is not shown by its having had no fault."""
+    if judgement.verdict is Verdict.PASS and (found := list(lacking)):
+        return _not_exercised(expected, "; ".join(found[:3]))
+    return judgement
+
+
+def _unreached(cell: ProxyEvidence, *roles: str, status: int | None = None) -> Iterator[str]:
+    """Requests without a leg in one of the roles, where a status is given without one that was answered so."""
+    for send in cell.plan.sends:
+        for role in roles:
+            if not any(status is None or leg.status == status for leg in cell.legs(send.label, role)):
+                yield f"{send.label}: no {role} server {'got it' if status is None else f'answered {status}'}"
+
+
+def _from_nowhere(cell: ProxyEvidence) -> Iterator[str]:
+    """Requests that were answered with 200, and no decode server answered them so."""
+    for send, got in cell.pairs:
+        if got.status == 200 and not any(leg.status == 200 for leg in cell.legs(send.label, "decode")):
+            yield f"{send.label}: no decode server answered it"
+
+
+_ANSWERED = "each answer comes from a decode server"
+
+
 def _shown(got: Got) -> str:
     status = "no answer" if got.status is None else f"status {got.status}"
     return f"{status} ({got.end}): {got.body[:_SHOWN]!r}"
@@ -92,7 +117,8 @@ def _served(cell: ProxyEvidence) -> list[tuple[Send, Got]]:
 def right(cell: ProxyEvidence) -> Judgement:
     """Every request is answered as a server answers that is asked directly."""
     expected = "the answer that the decode server gives to the client's own request"
-    return _first("wrong-answer", "answer", expected, _wrong_ones(cell), f"{len(cell.got)} right answers")
+    found = _first("wrong-answer", "answer", expected, _wrong_ones(cell), f"{len(cell.got)} right answers")
+    return _where(_from_nowhere(cell), _ANSWERED, found)
 
 
 def untouched(cell: ProxyEvidence) -> Judgement:
@@ -106,7 +132,8 @@ def untouched(cell: ProxyEvidence) -> Judgement:
             if got.status != 200:
                 yield f"{send.label}: {_shown(got)}"
 
-    return _first("encode-touched", "legs", "no request at an encode server, and an answer", complaints(), "none")
+    found = _first("encode-touched", "legs", "no request at an encode server, and an answer", complaints(), "none")
+    return _where(_from_nowhere(cell), _ANSWERED, found)
 
 
 # -- encode ----------------------------------------------------------------------------------------------------------------------
@@ -155,7 +182,8 @@ def primed_and_right(cell: ProxyEvidence) -> Judgement:
         yield from _wrong_ones(cell)
         yield from _not_once(cell)
 
-    return _first("lost-request", "legs", "an answer, and one primer an item", complaints(), "both")
+    found = _first("lost-request", "legs", "an answer, and one primer an item", complaints(), "both")
+    return _where(_from_nowhere(cell), _ANSWERED, found)
 
 
 def media_only(cell: ProxyEvidence) -> Judgement:
@@ -186,7 +214,8 @@ def half_primed(cell: ProxyEvidence) -> Judgement:
                 yield f"{send.label}: {_shown(got)}"
 
     expected = f"no consumer gets it; status {act.status} and {act.reason!r}"
-    return _first("half-primed", "legs", expected, complaints(), "the item's error")
+    found = _first("half-primed", "legs", expected, complaints(), "the item's error")
+    return _where(_unreached(cell, "encode", status=act.status), "an item that cannot be primed", found)
 
 
 def side_by_side(cell: ProxyEvidence) -> Judgement:
@@ -207,6 +236,14 @@ def in_turn(cell: ProxyEvidence) -> Judgement:
     used = {seen.server for seen in cell.calls if seen.role == "encode"}
     idle = sorted(name for name in cell.servers if name.startswith("encode-") and name not in used)
     return _first("idle-server", "legs", "every encode server is used", iter(idle), f"{len(used)} are used")
+
+
+def another_server(cell: ProxyEvidence) -> Judgement:
+    """Each request is answered rightly while an encode server is down that got requests before."""
+    down = sorted({name for step in cell.plan.steps for name in step.down})
+    used = {leg.server for leg in cell.calls}
+    lacking = (f"{name} got no request while it was up" for name in down if name not in used)
+    return _where(lacking, f"the proxy uses {', '.join(down)} while it is up", right(cell))
 
 
 # -- what a leg holds ------------------------------------------------------------------------------------------------------------
@@ -319,7 +356,8 @@ def answer_options(cell: ProxyEvidence) -> Judgement:
             if (wrong := _wrong(cell, send, got)) is not None:
                 yield wrong
 
-    return _first("option-lost", "answer", "the answer to the client's own options", complaints(), "all right")
+    found = _first("option-lost", "answer", "the answer to the client's own options", complaints(), "all right")
+    return _where(_from_nowhere(cell), _ANSWERED, found)
 
 
 def prompt_tokens(cell: ProxyEvidence) -> Judgement:
@@ -362,7 +400,15 @@ def order(cell: ProxyEvidence) -> Judgement:
                 if len(found) == len(wanted) and found != wanted:
                     yield f"{send.label}: {leg.server} got the items as {found}, and the client sent {wanted}"
 
-    return _first("order", "legs", "the client's order", complaints(), "kept")
+    def lacking() -> Iterator[str]:
+        for send in cell.plan.sends:
+            count = len(places(send.body, send.label))
+            for role in cell.consumers:
+                if not any(len(places(leg.body, send.label)) == count for leg in cell.legs(send.label, role)):
+                    yield f"{send.label}: no {role} server got all items"
+
+    found = _first("order", "legs", "the client's order", complaints(), "kept")
+    return _where(lacking(), "consuming servers get all items", found)
 
 
 def handed_over(cell: ProxyEvidence) -> Judgement:
@@ -383,11 +429,15 @@ def handed_over(cell: ProxyEvidence) -> Judgement:
 def reported(cell: ProxyEvidence) -> Judgement:
     """The server that loads gets what the encode servers said about the items of this very request."""
 
+    def told_of(send: Send) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for leg in cell.legs(send.label, "encode"):
+            found |= (leg.told or {}).get("ec_transfer_params") or {}
+        return found
+
     def complaints() -> Iterator[str]:
         for send in cell.plan.sends:
-            told: dict[str, Any] = {}
-            for leg in cell.legs(send.label, "encode"):
-                told |= (leg.told or {}).get("ec_transfer_params") or {}
+            told = told_of(send)
             for leg in cell.legs(send.label, cell.consumer):
                 taken = leg.body.get("ec_transfer_params") or {}
                 missing = [
@@ -399,7 +449,14 @@ def reported(cell: ProxyEvidence) -> Judgement:
                 if missing or others & set(taken):
                     yield f"{send.label}: encode told {sorted(told)}, and {leg.server} got {sorted(taken)}"
 
-    return _first("ec-lost", "legs", "what encode returned, for the server that loads", complaints(), "handed over")
+    def lacking() -> Iterator[str]:
+        yield from _unreached(cell, cell.consumer)
+        for send in cell.plan.sends:
+            if _media(send.body) and not told_of(send):
+                yield f"{send.label}: no encode server said anything about it"
+
+    found = _first("ec-lost", "legs", "what encode returned, for the server that loads", complaints(), "handed over")
+    return _where(lacking(), "encode says something, and a server loads", found)
 
 
 def _body_id(got: Got) -> str:
@@ -423,7 +480,8 @@ def one_id(cell: ProxyEvidence) -> Judgement:
                 if given not in leg.request_id:
                     yield f"{send.label}: the client knows it as {given}, {leg.server} as {leg.request_id or 'nothing'}"
 
-    return _first("id-lost", "legs", "one id on all legs", complaints(), "joined")
+    found = _first("id-lost", "legs", "one id on all legs", complaints(), "joined")
+    return _where(_unreached(cell, "encode", *cell.consumers), "a leg in each stage", found)
 
 
 # -- failures --------------------------------------------------------------------------------------------------------------------
@@ -454,7 +512,10 @@ def one_error(cell: ProxyEvidence) -> Judgement:
                 yield f"{send.label}: the error does not name {', '.join(missing)}: {got.body[:_SHOWN]!r}"
 
     expected = f"one JSON error that names {stage}, {'its status and ' if status is not None else ''}the request id"
-    return _first("unclear-error", "status", expected, complaints(), "one clear error")
+    found = _first("unclear-error", "status", expected, complaints(), "one clear error")
+    # Of a stage that takes no connection nothing can be seen.
+    lacking = _unreached(cell, act.role, status=act.status) if act is not None else iter(())
+    return _where(lacking, f"{stage} fails", found)
 
 
 def refusal(cell: ProxyEvidence) -> Judgement:
@@ -466,7 +527,8 @@ def refusal(cell: ProxyEvidence) -> Judgement:
             if got.status != act.status or act.reason not in got.body:
                 yield f"{send.label}: {_shown(got)}"
 
-    return _first("refusal-lost", "status", f"status {act.status} and {act.reason!r}", complaints(), "both there")
+    found = _first("refusal-lost", "status", f"status {act.status} and {act.reason!r}", complaints(), "both there")
+    return _where(_unreached(cell, act.role, status=act.status), f"{act.role} refuses", found)
 
 
 def after_acceptance(cell: ProxyEvidence) -> Judgement:
@@ -502,7 +564,8 @@ def _ends_as_error(got: Got) -> bool:
 def broken_stream(cell: ProxyEvidence) -> Judgement:
     """A stream that breaks ends with an error event and without the mark of a complete answer."""
     bad = (f"{send.label}: {_shown(got)}" for send, got in cell.pairs if not _ends_as_error(got))
-    return _first("broken-in-silence", "stream", "an error event at the end, and no [DONE]", bad, "told")
+    found = _first("broken-in-silence", "stream", "an error event at the end, and no [DONE]", bad, "told")
+    return _where(_unreached(cell, "decode", status=200), "the decode server begins a stream", found)
 
 
 def in_time(cell: ProxyEvidence) -> Judgement:
@@ -516,7 +579,11 @@ def in_time(cell: ProxyEvidence) -> Judgement:
             elif not _ends_as_error(got):
                 yield f"{send.label}: {_shown(got)}"
 
-    return _first("hangs", "times", f"an error within {cell.limit_s:g} s", complaints(), "in time")
+    act = cell.plan.acts[0]
+    found = _first("hangs", "times", f"an error within {cell.limit_s:g} s", complaints(), "in time")
+    # A stage that falls silent has begun to answer before.
+    lacking = _unreached(cell, act.role, status=200 if act.end == "silent" else None)
+    return _where(lacking, f"{act.role} gets the request and is silent", found)
 
 
 def no_second_try(cell: ProxyEvidence) -> Judgement:
@@ -533,7 +600,8 @@ def no_second_try(cell: ProxyEvidence) -> Judgement:
 
     if not any(made.data_lines(got.body) for got in cell.got):
         return _not_exercised("the client gets a part of the answer", "it got none")
-    return _first("tried-again", "legs", "one try", complaints(), "one")
+    found = _first("tried-again", "legs", "one try", complaints(), "one")
+    return _where(_unreached(cell, "decode"), _ANSWERED, found)
 
 
 def work_ends(cell: ProxyEvidence) -> Judgement:
@@ -550,7 +618,13 @@ def work_ends(cell: ProxyEvidence) -> Judgement:
                     since = "still runs" if leg.ended is None else f"ended {leg.ended - got.ended:.1f} s later"
                     yield f"{send.label}: the client left at {got.ended} s, and the work on {leg.server} {since}"
 
-    return _first("works-for-nobody", "times", expected, complaints(), "it ended")
+    def lacking() -> Iterator[str]:
+        for send in cell.plan.sends:
+            if not cell.legs(send.label, send.leaves):
+                yield f"{send.label}: no {send.leaves} server got it"
+
+    found = _first("works-for-nobody", "times", expected, complaints(), "it ended")
+    return _where(lacking(), "work in the stage in which the client leaves", found)
 
 
 def adapter(cell: ProxyEvidence) -> Judgement:
@@ -563,7 +637,14 @@ def adapter(cell: ProxyEvidence) -> Judgement:
                 yield wrong
 
     expected = "the right answer, or an error that names the adapter and the encode stage"
-    return _first("adapter-unclear", "status", expected, complaints(), "either")
+
+    def lacking() -> Iterator[str]:
+        yield from _from_nowhere(cell)
+        if not any(seen.role == "encode" for seen in cell.seen):
+            yield "no encode server was asked"
+
+    found = _first("adapter-unclear", "status", expected, complaints(), "either")
+    return _where(lacking(), "encode is asked for the adapter", found)
 
 
 def malformed(cell: ProxyEvidence) -> Judgement:
@@ -577,7 +658,8 @@ def malformed(cell: ProxyEvidence) -> Judgement:
             elif not 400 <= (got.status or 0) < 500:
                 yield f"{send.label}: {_shown(got)}"
 
-    return _first("own-5xx", "status", "4xx, and the next request is served", complaints(), "4xx each")
+    found = _first("own-5xx", "status", "4xx, and the next request is served", complaints(), "4xx each")
+    return _where(_from_nowhere(cell), _ANSWERED, found)
 
 
 def private(cell: ProxyEvidence) -> Judgement:
@@ -622,7 +704,14 @@ def way_back(cell: ProxyEvidence) -> Judgement:
             if not told and (wrong := _wrong(cell, send, got)) is not None:
                 yield wrong
 
-    return _first("no-way-back", "answer", "the right answer, or an error", complaints(), "either")
+    found = _first("no-way-back", "answer", "the right answer, or an error", complaints(), "either")
+    return _where(_from_nowhere(cell), _ANSWERED, found)
+
+
+def not_mixed(cell: ProxyEvidence) -> Judgement:
+    """Each request is answered rightly, by a proxy that sends references where it has one for each item."""
+    lacking = iter(() if any(_references(leg) for leg in cell.calls) else ("it sends the media",))
+    return _where(lacking, "the proxy sends references instead of media", right(cell))
 
 
 # -- other routes ----------------------------------------------------------------------------------------------------------------
@@ -674,7 +763,14 @@ def as_decode(cell: ProxyEvidence) -> Judgement:
             if got.status != 200 or said != wanted[send.path](send):
                 yield f"{send.label}: {_shown(got)}"
 
-    return _first("not-passed-on", "status", "the decode server's own answer", complaints(), "passed on")
+    # A list of models may have been asked for before the cell began.
+    lacking = (
+        f"{send.label}: no decode server got it"
+        for send in cell.plan.sends
+        if send.method == "POST" and not any(seen.role == "decode" and seen.path == send.path for seen in cell.seen)
+    )
+    found = _first("not-passed-on", "status", "the decode server's own answer", complaints(), "passed on")
+    return _where(lacking, "the decode server is asked", found)
 
 
 JUDGES: Mapping[str, Callable[[ProxyEvidence], Judgement]] = {
@@ -686,6 +782,7 @@ JUDGES: Mapping[str, Callable[[ProxyEvidence], Judgement]] = {
     "half-primed": half_primed,
     "side-by-side": side_by_side,
     "in-turn": in_turn,
+    "another-server": another_server,
     "prefill-fields": prefill_fields,
     "one-token": one_token,
     "encoding-options": encoding_options,
@@ -707,6 +804,7 @@ JUDGES: Mapping[str, Callable[[ProxyEvidence], Judgement]] = {
     "private": private,
     "changed-content": changed_content,
     "way-back": way_back,
+    "not-mixed": not_mixed,
     "every-api": every_api,
     "health": health,
     "as-decode": as_decode,

@@ -17,7 +17,7 @@ from epd_conformance.live.layout import cell_path
 from epd_conformance.oracle.cell import Judgement
 from epd_conformance.proxy.app import create_app
 from epd_conformance.proxycheck import clients, fakes, judges, under_test
-from epd_conformance.proxycheck.case import ProxyCase, ProxyCell
+from epd_conformance.proxycheck.case import OWN_LIMIT_S, ProxyCase, ProxyCell
 from epd_conformance.proxycheck.evidence import Got, ProxyEvidence
 from epd_conformance.proxycheck.plan import ROLES, Plan, Role, Step
 from epd_conformance.proxycheck.under_test import App, Foreign
@@ -105,9 +105,7 @@ class ProxySession:
             self._end_front()
             front = self._front_of(arrangement)
         url = self._proxy(front, case)
-        limit_s = (
-            self.given.limit_s if self.given is not None else case.options.get("timeout_s", under_test.OWN_LIMIT_S)
-        )
+        limit_s = self.given.limit_s if self.given is not None else case.options.get("timeout_s", OWN_LIMIT_S)
         got = self._await(self._steps(front, url, case.plan, limit_s + SLACK_S))
         proxy = self.given.to_json() if self.given is not None else {"own": True, "options": dict(case.options)}
         return ProxyEvidence(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 import shlex
@@ -24,11 +25,9 @@ from epd_conformance.errors import StackError, UsageError
 from epd_conformance.features import Feature
 from epd_conformance.proxy.app import create_app
 from epd_conformance.proxy.config import ProxyConfig, make_config
+from epd_conformance.proxycheck.case import FOREIGN_LIMIT_S, OWN_LIMIT_S, OWN_MAKER
 from epd_conformance.proxycheck.plan import ARRANGEMENTS, ROLES, Role, servers_of
 from epd_conformance.subject import Implementation, StackInfo, Subject
-
-# Silence of a server that our own proxy bears. Fakes answer at once, so it matters only where a case says another.
-OWN_LIMIT_S = 20.0
 
 # Time that a proxy which a command starts has until it answers; one that somebody has to start by hand has longer.
 COMMAND_S = 60.0
@@ -37,9 +36,6 @@ BY_HAND_S = 600.0
 #: What every proxy can be asked for; what else is a feature is declared.
 FEATURES = frozenset({Feature.KV_DISAGGREGATION, Feature.MULTI_PRODUCER, Feature.LORA})
 OWN_FEATURES = FEATURES | {Feature.METADATA_ONLY}
-
-#: The name of our own proxy as a subject.
-OWN = "proxy"
 
 App = Callable[[ProxyConfig], Any]
 
@@ -54,7 +50,7 @@ class Foreign:
     command: str = ""
     url: str = ""
     ports: Mapping[Role, tuple[int, ...]] | None = None
-    limit_s: float = 60.0
+    limit_s: float = FOREIGN_LIMIT_S
     features: frozenset[Feature] = FEATURES
 
     @property
@@ -85,8 +81,7 @@ class ProxySubject(Subject):
 
     def __init__(self, given: Foreign | None, standing: Sequence[str]) -> None:
         if given is None:
-            version = epd_conformance.__version__
-            self.implementation = Implementation("epd-conformance", "epd-conformance proxy", version)
+            self.implementation = Implementation(*OWN_MAKER, epd_conformance.__version__)
         else:
             self.implementation = Implementation("", given.name, "")
         features = OWN_FEATURES if given is None else given.features
@@ -118,14 +113,19 @@ def foreign(
             "encode=9101,9102,decode=9104 (and prefill=…)"
         )
     declared = FEATURES | {_feature(word) for word in features}
-    seconds = 60.0 if limit_s is None else limit_s
-    if seconds <= 0:
+    seconds = FOREIGN_LIMIT_S if limit_s is None else limit_s
+    if not (math.isfinite(seconds) and seconds > 0):
         raise UsageError(f"--proxy-limit-s {seconds:g}: give seconds above 0")
     if command:
         words(command, 1, dict.fromkeys(ROLES, ("http://127.0.0.1:1",)), seconds)
         return Foreign(name or "proxy", command=command, limit_s=seconds, features=declared)
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
+    try:
+        parts = urlsplit(url)
+        # A port that is none is noticed when it is asked for.
+        good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        good = False
+    if not good:
         raise UsageError(f"--proxy-url {url!r} is no address: write http://HOST:PORT")
     ports = parse_ports(upstreams)
     return Foreign(name or "proxy", url=url.rstrip("/"), ports=ports, limit_s=seconds, features=declared)

@@ -356,6 +356,9 @@ class _Check:
                 self._say(
                     Kind.EXPECTED, RESULTS_NAME, f"a run on {devices}, and its class is {self.start.environment_class}"
                 )
+        if topology_kind(self.start.run.profile) == "proxy":
+            for words in verify_proxy.subject_problems(self.start):
+                self._say(Kind.EXPECTED, RESULTS_NAME, words)
         if self.start.run.mode is Mode.CERTIFY and self.attached:
             self._say(Kind.EXPECTED, RESULTS_NAME, "a certificate of attached servers: nobody could pin what they run")
         if self.start.run.mode is Mode.CERTIFY:
@@ -477,7 +480,7 @@ class _Check:
                 self._say(Kind.SUITE, record.id, "the suite of this installation has no such case")
                 return
             cell = ProxyEvidence.from_json(self._json(named[0]))
-            for words in verify_proxy.problems(cell, case, record.id, record.topology):
+            for words in verify_proxy.problems(cell, case, record.id, record.topology, self.start):
                 self._say(Kind.EVIDENCE, record.id, words)
             self.checked["answers"] += len(cell.got)
             cell = replace(cell, judge=case.judge, plan=case.plan)

@@ -97,8 +97,14 @@ def test_one_failed_primer_fails_all(cell: CellUnderTest) -> None:
     "EPD-PROXY-022",
     ProxyCase(
         "first-down",
-        "right",
-        Plan(tuple(Step((Send(f"r{i}", chat(f"r{i}", image(f"r{i}"))),), down=("encode-0",)) for i in range(3))),
+        "another-server",
+        # A proxy that never uses the server would show nothing while it is down: it has its turns before.
+        Plan(
+            (
+                *(Step((Send(f"u{i}", chat(f"u{i}", image(f"u{i}"))),)) for i in range(4)),
+                *(Step((Send(f"r{i}", chat(f"r{i}", image(f"r{i}"))),), down=("encode-0",)) for i in range(3)),
+            )
+        ),
         options={"retries": 2},
     ),
 )

@@ -179,8 +179,17 @@ def test_references_have_a_way_back(cell: CellUnderTest) -> None:
     "EPD-PROXY-018",
     ProxyCase(
         "one-of-two",
-        "right",
-        once(sent("half", 2), acts=(Act("encode", reports=True, reported=png("half-0")),)),
+        "not-mixed",
+        # Of the other request each item has a reference: it shows that the proxy sends such at all.
+        once(
+            sent("half", 2),
+            sent("whole", 2),
+            acts=(
+                Act("encode", holding=png("half-0"), reports=True, reported=png("half-0")),
+                Act("encode", holding=png("half-1")),
+                Act("encode", reports=True),
+            ),
+        ),
         options={"metadata_only": True},
     ),
 )

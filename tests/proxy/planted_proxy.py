@@ -95,6 +95,12 @@ class AlwaysTheFirst(Stages):
         upstreams.next_url = lambda role: upstreams.urls[role][0]  # type: ignore[method-assign]
 
 
+class AlwaysTheLast(Stages):
+    def __init__(self, upstreams: Upstreams) -> None:
+        super().__init__(upstreams)
+        upstreams.next_url = lambda role: upstreams.urls[role][-1]  # type: ignore[method-assign]
+
+
 class NeverAgain(Stages):
     """Retries are asked for, and there are none."""
 
@@ -402,6 +408,25 @@ def faults_on_odd_bodies(config: ProxyConfig) -> Any:
     return wrapped
 
 
+def refuses_everything(config: ProxyConfig) -> Any:
+    """Asks no server, and answers 400 to whatever comes."""
+
+    async def app(scope: Any, receive: Any, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            for moment in ("startup", "shutdown"):
+                await receive()
+                await send({"type": f"lifespan.{moment}.complete"})
+            return
+        while (await receive()).get("more_body"):
+            pass
+        own = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"none")
+        headers = [(b"content-type", b"application/json"), (b"x-request-id", own)]
+        await send({"type": "http.response.start", "status": 400, "headers": headers})
+        await send({"type": "http.response.body", "body": b'{"error": {"message": "no"}}'})
+
+    return app
+
+
 def says_nothing_of_bypasses(config: ProxyConfig) -> Any:
     app = create_app(config)
 
@@ -491,4 +516,10 @@ VARIANTS: dict[str, Variant] = {
     "swaps items": variant(of(SwapsItems), "013", "033", "034"),
     "shares the body": variant(of(SharesTheBody), "034"),
     "any address": variant(configured(media_private=True, media_hosts=[], media_root="/"), "035"),
+}
+
+# What these do not do at all must not be shown: the requirements that stay open by it.
+UNSHOWN: dict[str, tuple[App, frozenset[str]]] = {
+    "always the last": (of(AlwaysTheLast), frozenset({"022"})),
+    "media always": (configured(metadata_only=False), frozenset({"017", "018"})),
 }

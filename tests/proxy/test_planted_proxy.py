@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import planted_proxy
 import pytest
-from planted_proxy import VARIANTS, App
+from planted_proxy import UNSHOWN, VARIANTS, App, refuses_everything
 
 from epd_conformance import catalogue
 from epd_conformance.live.suites import collect
@@ -51,11 +52,29 @@ def carried_out(app: App, out: Path, arrangement: str, slow: tuple[str, ...]) ->
 
 @pytest.mark.parametrize("arrangement", ARRANGEMENTS)
 def test_ours_passes(tmp_path: Path, arrangement: str) -> None:
-    verdicts = {
-        f"{cell.cell}: {(found := judges.judge(cell)).observed}": found.verdict
-        for _, cell in carried_out(create_app, tmp_path, arrangement, SLOW)
-    }
+    cells = carried_out(create_app, tmp_path, arrangement, SLOW)
+    verdicts = {f"{cell.cell}: {(found := judges.judge(cell)).observed}": found.verdict for _, cell in cells}
     assert {what: verdict for what, verdict in verdicts.items() if verdict is not Verdict.PASS} == {}
+    unseen = {name for name, cell in cells if judges.judge(replace(cell, seen=())).verdict is Verdict.PASS}
+    # Servers that are down, health (which the fakes do not write down), and what must reach no server.
+    assert unseen == {"EPD-PROXY-003", "EPD-PROXY-023", "EPD-PROXY-035"}
+
+
+@pytest.mark.parametrize("arrangement", ARRANGEMENTS)
+def test_who_refuses_everything_passes_what_may_be_refused(tmp_path: Path, arrangement: str) -> None:
+    cells = carried_out(refuses_everything, tmp_path, arrangement, SLOW)
+    passed = {name for name, cell in cells if judges.judge(cell).verdict is Verdict.PASS}
+    assert passed == {"EPD-PROXY-012", "EPD-PROXY-035"}
+
+
+@pytest.mark.parametrize("name", UNSHOWN)
+def test_what_is_not_done_is_not_shown(tmp_path: Path, name: str) -> None:
+    app, numbers = UNSHOWN[name]
+    with ProxySession(tmp_path, app=app) as session:
+        for number in numbers:
+            for case in CASES[f"EPD-PROXY-{number}"]:
+                found = judges.judge(session.carry_out(f"{number}[{case.name}]", "proxy-e-p-d", case))
+                assert (found.verdict, found.reason) == (Verdict.INCONCLUSIVE, "not-exercised"), found
 
 
 @pytest.mark.parametrize("name", VARIANTS)

@@ -8,17 +8,21 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 from run_fakes import Call, Ended
 
+from epd_conformance.catalogue import ConformanceLevel
 from epd_conformance.errors import UsageError
 from epd_conformance.features import Feature
 from epd_conformance.proxycheck import under_test
 from epd_conformance.proxycheck.under_test import OwnProxy, foreign, parse_ports, words
+from epd_conformance.report import schema, verify_proxy
 from epd_conformance.report.verify import verify
+from epd_conformance.verdict import Mode
 
 ORDER = "EPD-PROXY-033[proxy-e-p-d/fake-model/four]"
 REFUSAL = "EPD-PROXY-004[proxy-e-p-d/fake-model/decode-404]"
@@ -90,6 +94,18 @@ def other_options(data: dict[str, Any]) -> None:
     data["proxy"]["options"] = {"retries": 9}
 
 
+def other_proxy(data: dict[str, Any]) -> None:
+    data["proxy"] = {"name": "else", "command": "", "url": "", "ports": None, "limitS": 1000.0}
+
+
+def other_limit(data: dict[str, Any]) -> None:
+    data["limit_s"] = 1000.0
+
+
+def nothing_seen(data: dict[str, Any]) -> None:
+    data["seen"] = []
+
+
 def strange_server(data: dict[str, Any]) -> None:
     data["seen"][0]["server"] = "encode-7"
 
@@ -101,7 +117,10 @@ def strange_server(data: dict[str, Any]) -> None:
         (answer_dropped, "does not hold one answer to each request"),
         (plan_changed, "its plan is not the one of the suite"),
         (judge_changed, "its judge is right in its evidence"),
-        (other_options, "our own proxy ran with"),
+        (other_options, "the run asked our own with {}"),
+        (other_proxy, "the run asked our own with {}"),
+        (other_limit, "its limit is 1000 s, and must be 20 s"),
+        (nothing_seen, "verdict is pass in the result, and the evidence gives inconclusive"),
         (strange_server, "is no server of it"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
@@ -136,6 +155,54 @@ def test_a_command_starts_somebody_elses_proxy(ours: Callable[..., tuple[Ended, 
     assert "metadata_only" in json.dumps(ended.report["notVerified"])
     assert verify(out).ok
     assert command("replay", evidence(out, ORDER)).code == 0, "the evidence says how it was started"
+    path = evidence(out, ORDER)
+    for name, value in (("name", "else"), ("limitS", 1000.0), ("own", True)):
+        data = json.loads(path.read_text())
+        path.write_text(json.dumps({**data, "proxy": {**data["proxy"], name: value}}))
+        assert not verify(out).ok, name
+        path.write_text(json.dumps(data))
+
+
+STARTED = schema.RunStart(
+    suite=schema.SuiteInfo(version="1", catalogue="c"),
+    run=schema.RunInfo(
+        id="r",
+        mode=Mode.DEVELOP,
+        profile="proxy",
+        level=ConformanceLevel.FULL,
+        seed=0,
+        command=("epd-conformance", "run", "--proxy-url", "http://h:1"),
+        started=datetime.now(UTC),
+    ),
+    subject=schema.SubjectInfo(name="theirs"),
+    environment_class="cpu-v1",
+    results=schema.Results(),
+)
+OUR_SUBJECT = schema.SubjectInfo(
+    name="proxy",
+    implementation=schema.ImplementationInfo(
+        organization="epd-conformance", project="epd-conformance proxy", version="1"
+    ),
+)
+
+
+@pytest.mark.parametrize(
+    ("mode", "command", "subject", "says"),
+    [
+        (Mode.DEVELOP, STARTED.run.command, STARTED.subject, ""),
+        (Mode.CERTIFY, STARTED.run.command, STARTED.subject, "a certificate of somebody else's proxy"),
+        (Mode.DEVELOP, ("x", "run"), STARTED.subject, "its command asked for our own"),
+        (Mode.CERTIFY, ("x", "run"), OUR_SUBJECT, ""),
+        (Mode.DEVELOP, ("x", "run", "--proxy-command=y"), OUR_SUBJECT, "asked for somebody else's"),
+        (Mode.DEVELOP, ("x", "run"), OUR_SUBJECT.model_copy(update={"name": "p"}), "its subject is p 1"),
+    ],
+)
+def test_whose_proxy_it_was_fits_the_command(
+    mode: Mode, command: tuple[str, ...], subject: schema.SubjectInfo, says: str
+) -> None:
+    run = STARTED.run.model_copy(update={"mode": mode, "command": command})
+    found = list(verify_proxy.subject_problems(STARTED.model_copy(update={"run": run, "subject": subject})))
+    assert (len(found), says in "".join(found)) == (1 if says else 0, True), found
 
 
 def test_without_a_place_for_prefill_it_stands_as_e_pd(ours: Callable[..., tuple[Ended, Path]]) -> None:
@@ -197,6 +264,9 @@ def test_a_proxy_that_somebody_starts_by_hand(ours: Callable[..., tuple[Ended, P
         (("--examples", "4"), "--examples says how many plans the profiles contract, scheduler draw"),
         (("--proxy-url", "http://h:1"), "add --proxy-upstreams"),
         (("--proxy-url", "h:1", "--proxy-upstreams", "decode=1"), "is no address"),
+        (("--proxy-url", "http://h:xx", "--proxy-upstreams", "decode=1"), "is no address"),
+        (("--proxy-url", "http://h:70000", "--proxy-upstreams", "decode=1"), "is no address"),
+        (("--proxy-url", "http://[h:1", "--proxy-upstreams", "decode=1"), "is no address"),
         (("--proxy-url", "http://h:1", "--workers", "2"), "leave out --workers"),
         (("--proxy-upstreams", "decode=1"), "add --proxy-command or --proxy-url"),
         (("--proxy-command", "x {port}"), "names no encode servers"),
@@ -204,6 +274,8 @@ def test_a_proxy_that_somebody_starts_by_hand(ours: Callable[..., tuple[Ended, P
         (("--proxy-command", "x 'y"), "cannot be split into words"),
         (("--proxy-command", OURS, "--mode", "certify"), "nobody here knows which version"),
         (("--proxy-command", OURS, "--proxy-limit-s", "0"), "give seconds above 0"),
+        (("--proxy-command", OURS, "--proxy-limit-s", "nan"), "give seconds above 0"),
+        (("--proxy-command", OURS, "--proxy-limit-s", "inf"), "give seconds above 0"),
         (("--proxy-command", OURS, "--proxy-feature", "wings"), "is no feature"),
         (("--proxy-command", "/nowhere/x {port} {encode_urls} {decode_urls}"), "/nowhere/x cannot be started"),
     ],
