@@ -18,6 +18,7 @@ import requests
 from epd_conformance.errors import StackError
 from epd_conformance.faults.fault import Receipt, Target
 from epd_conformance.live import faulting, http
+from epd_conformance.probe import StoreProbe
 from epd_conformance.topology.spec import Role
 from epd_conformance.topology.stack import Server
 
@@ -127,10 +128,12 @@ class _Script:
         self.mend()
         return {}
 
+    def _probe(self) -> StoreProbe | None:
+        info, subject = self.stack.info, self.runner.session.subject
+        return subject.probe(info) if info is not None and subject is not None else None
+
     def _emptied(self) -> dict[str, Any]:
-        info = self.stack.info
-        subject = self.runner.session.subject
-        probe = subject.probe(info) if info is not None and subject is not None else None
+        probe = self._probe()
         if probe is None:
             raise StackError("the subject gives no probe, so nobody can empty its store")
         keys = probe.keys()
@@ -147,8 +150,7 @@ class _Script:
         away = store.with_name(f"{store.name}-away")
         store.rename(away)
         self.undo.append(lambda: _put_back(away, store))
-        info, subject = self.stack.info, self.runner.session.subject
-        probe = subject.probe(info) if info is not None and subject is not None else None
+        probe = self._probe()
         if probe is not None and self.key is not None and probe.read(self.key) is not None:
             raise StackError("the object can be read although the store's folder is away: the store lies elsewhere")
         return {}
