@@ -22,7 +22,7 @@ ANSWER = {"choices": [{"text": "x"}]}
 
 
 def complete(stack: FakeStack, body: dict[str, Any], **headers: str) -> requests.Response:
-    return requests.post(f"{stack.url}/v1/completions", json=body, headers=headers, timeout=5)
+    return requests.post(f"{stack.url}/v1/completions", json=body, headers=headers, timeout=30)
 
 
 # --- completions -------------------------------------------------------------------------------------------------------------
@@ -104,7 +104,7 @@ def test_decode_gets_the_clients_very_bytes_where_nothing_is_added(make_stack: M
     stack = make_stack(prefill=0)
     part = json.dumps(image("a" * size))
     raw = f'{{ "messages" : [{{"role":"user","content":[{part}]}}], "prompt": "é", "temperature":1.50 }}'.encode()
-    assert requests.post(stack.url + path, data=raw, timeout=5).status_code == 200
+    assert requests.post(stack.url + path, data=raw, timeout=30).status_code == 200
     assert stack.decode[0].seen[0].raw == raw
 
 
@@ -147,7 +147,7 @@ def test_other_paths_pass_to_the_first_decode_server_as_they_are(make_stack: Mak
                 "X-Vendor": "v",
                 "Content-Type": "application/json",
             },
-            timeout=5,
+            timeout=30,
         )
     first, second = stack.decode[0].seen
     assert (first.raw, first.path, first.query, first.method) == (raw, "/tokenize", "a=b%2Fc&d", "POST")
@@ -169,7 +169,7 @@ def test_other_paths_pass_to_the_first_decode_server_as_they_are(make_stack: Mak
 @pytest.mark.parametrize("method", ["GET", "PUT", "DELETE", "PATCH", "OPTIONS"])
 def test_every_method_passes(make_stack: MakeStack, method: str) -> None:
     stack = make_stack()
-    answer = requests.request(method, f"{stack.url}/v1/responses/resp_1%20x", timeout=5)
+    answer = requests.request(method, f"{stack.url}/v1/responses/resp_1%20x", timeout=30)
     assert answer.status_code == 200
     assert (stack.decode[0].seen[0].method, stack.decode[0].seen[0].path) == (method, "/v1/responses/resp_1%20x")
 
@@ -177,7 +177,7 @@ def test_every_method_passes(make_stack: MakeStack, method: str) -> None:
 def test_head_passes(make_stack: MakeStack) -> None:
     stack = make_stack()
     stack.decode[0].reply = lambda seen: Reply(status=204, chunks=[])
-    assert requests.head(f"{stack.url}/version", timeout=5).status_code == 204
+    assert requests.head(f"{stack.url}/version", timeout=30).status_code == 204
 
 
 @pytest.mark.parametrize("status", [201, 302, 404, 500])
@@ -189,7 +189,7 @@ def test_an_answer_passes_whatever_it_is(make_stack: MakeStack, status: int) -> 
         content_type="text/odd",
         headers=[(b"x-of-server", b"1"), (b"connection", b"close")],
     )
-    answer = requests.get(f"{stack.url}/v1/other", headers={"X-Request-Id": "r"}, timeout=5, allow_redirects=False)
+    answer = requests.get(f"{stack.url}/v1/other", headers={"X-Request-Id": "r"}, timeout=30, allow_redirects=False)
     assert (answer.status_code, answer.content, answer.headers["content-type"]) == (status, b"raw \xff", "text/odd")
     assert (answer.headers["x-of-server"], answer.headers["x-request-id"]) == ("1", "r")
     assert "connection" not in answer.headers
@@ -199,15 +199,15 @@ def test_a_stream_passes_and_one_that_breaks_is_broken(make_stack: MakeStack) ->
     stack = make_stack()
     body = b'{"stream": true}'
     stack.decode[0].reply = lambda seen: stream_reply(1, 2, 3)
-    assert requests.post(f"{stack.url}/v1/responses", data=body, timeout=5).content == b"".join(sse(1, 2, 3))
+    assert requests.post(f"{stack.url}/v1/responses", data=body, timeout=30).content == b"".join(sse(1, 2, 3))
     stack.decode[0].reply = lambda seen: Reply(chunks=[b"half"], breaks=True)
     with pytest.raises(requests.exceptions.ChunkedEncodingError):
-        requests.post(f"{stack.url}/v1/responses", data=body, timeout=5)
+        requests.post(f"{stack.url}/v1/responses", data=body, timeout=30)
 
 
 def test_a_decode_server_that_is_not_there(make_stack: MakeStack) -> None:
     stack = make_stack(urls={"decode": [closed_port_url()]})
-    answer = requests.get(f"{stack.url}/version", timeout=5)
+    answer = requests.get(f"{stack.url}/version", timeout=30)
     assert (answer.status_code, answer.json()["error"]["stage"]) == (502, "decode")
 
 
@@ -247,7 +247,7 @@ def test_a_target_that_is_no_path_is_refused_whatever_the_server_lets_through(ta
 
 
 def series(stack: FakeStack) -> dict[tuple[str, ...], float]:
-    answer = requests.get(f"{stack.url}/metrics", timeout=5)
+    answer = requests.get(f"{stack.url}/metrics", timeout=30)
     assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
     return {
         (sample.name, *(value for _, value in sorted(sample.labels.items()))): sample.value
@@ -260,7 +260,7 @@ def test_metrics_tell_stages_failures_and_health(make_stack: MakeStack) -> None:
     stack = make_stack(encode=1)
     assert stack.chat(chat(image("a"), image("b"), text("x"))).status_code == 200
     complete(stack, {"prompt": ["a", "b"]})
-    requests.get(f"{stack.url}/version", timeout=5)
+    requests.get(f"{stack.url}/version", timeout=30)
     stack.encode[0].reply = lambda seen: Reply(status=400)
     stack.encode[0].healthy = False
     assert stack.chat(chat(image("c"))).status_code == 400

@@ -79,7 +79,7 @@ bodies = st.fixed_dictionaries(
 @given(bodies | values, st.sampled_from(PATHS))
 @settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
 def test_generated_requests_are_never_the_proxys_fault(stack: FakeStack, body: Any, path: str) -> None:
-    answer = http.post(stack.url + path, data=json.dumps(body).encode(), timeout=5)
+    answer = http.post(stack.url + path, data=json.dumps(body).encode(), timeout=30)
     assert answer.status_code in (200, 400, 413), answer.text
     if answer.status_code != 200:
         assert answer.json()["error"]["stage"] == "proxy"
@@ -88,7 +88,7 @@ def test_generated_requests_are_never_the_proxys_fault(stack: FakeStack, body: A
 @given(st.binary(max_size=80), st.sampled_from((*PATHS, "/tokenize", "/x")))
 @settings(max_examples=150, deadline=None)
 def test_bytes_that_are_no_json_are_never_the_proxys_fault(stack: FakeStack, raw: bytes, path: str) -> None:
-    answer = http.post(stack.url + path, data=raw, timeout=5)
+    answer = http.post(stack.url + path, data=raw, timeout=30)
     assert answer.status_code in (200, 400)
 
 
@@ -135,7 +135,7 @@ def test_any_depth_is_answered_or_refused(stack: FakeStack, depth: int) -> None:
         part = '{"type":"image_embeds","image_embeds":%s}' % inner  # noqa: UP031
         raw = f'{{"messages":[{{"content":[{part}]}}],"x":{inner}}}'
         for pad in ("", " " * 20_000):
-            answer = http.post(stack.url + PATHS[0], data=raw + pad, timeout=5)
+            answer = http.post(stack.url + PATHS[0], data=raw + pad, timeout=30)
             assert answer.status_code in (200, 400), answer.text
 
 
@@ -143,7 +143,7 @@ def test_any_depth_is_answered_or_refused(stack: FakeStack, depth: int) -> None:
 def test_any_number_is_answered_or_refused(stack: FakeStack, number: str) -> None:
     for pad in ("", "x" * 20_000):
         raw = f'{{"messages":[],"pad":"{pad}","max_tokens":{number},"min_tokens":{number}}}'
-        assert http.post(stack.url + PATHS[0], data=raw, timeout=5).status_code in (200, 400)
+        assert http.post(stack.url + PATHS[0], data=raw, timeout=30).status_code in (200, 400)
 
 
 @pytest.mark.parametrize(
