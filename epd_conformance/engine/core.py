@@ -333,14 +333,8 @@ class Core:
     # ---- from outside ----
 
     def evict(self) -> None:
-        """What another request's need for room does: entries that nobody holds leave (`EncoderCacheManager.can_allocate`)."""
-        manager = self.encoder_cache_manager
-        while manager.freeable:
-            key, rows = manager.freeable.popitem(last=False)
-            del manager.cached[key]
-            del manager.num_embeds_by_hash[key]
-            manager.freed.append(key)
-            manager.num_free_slots += rows
+        """What another request's need for room does."""
+        empty_of_unheld(self.encoder_cache_manager)
 
     def reset_encoder_cache(self) -> None:
         self.encoder_cache_manager.reset()
@@ -369,3 +363,13 @@ class _Chosen:
     loads: list[int]
     duplicates: list[int]
     budget: int
+
+
+def empty_of_unheld(manager: EncoderCacheManager) -> None:
+    """Entries that nobody holds leave, as where another request needs their room (`EncoderCacheManager.can_allocate`)."""
+    while manager.freeable:
+        key, rows = manager.freeable.popitem(last=False)
+        del manager.cached[key]
+        del manager.num_embeds_by_hash[key]
+        manager.freed.append(key)
+        manager.num_free_slots += rows

@@ -24,7 +24,7 @@ from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.request import RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from epd_conformance.engine.core import StepOrder, check_statistics
+from epd_conformance.engine.core import StepOrder, check_statistics, empty_of_unheld
 from epd_conformance.engine.events import EngineDied, describe
 from epd_conformance.engine.plan import ServerSpec
 from epd_conformance.engine.sides import Record, SchedulerSide
@@ -261,12 +261,7 @@ class RealCore:
         """What another request's need for room does, as `Core.evict`."""
         manager = self.scheduler.encoder_cache_manager
         self._record(("cleared", list(manager.freeable)))
-        while manager.freeable:
-            key, rows = manager.freeable.popitem(last=False)
-            del manager.cached[key]
-            del manager.num_embeds_by_hash[key]
-            manager.freed.append(key)
-            manager.num_free_slots += rows
+        empty_of_unheld(manager)
 
     def reset_encoder_cache(self) -> None:
         self._record(("cleared", None))

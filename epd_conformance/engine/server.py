@@ -65,14 +65,7 @@ class EngineProcess:
         """Raises EngineDied when the SCHEDULER object cannot be made."""
         self.site = place
         self.record = record
-        config = configs.make(
-            place.connector_config(spec.role),
-            spec.role,
-            runner=spec.runner,
-            dtype=place.plan.dtype,
-            asynchronous=spec.asynchronous,
-            engine_id=engine_id,
-        )
+        config = _config(spec, place, engine_id)
         self.side = SchedulerSide(lambda: configs.connector(config, "SCHEDULER"), record, _unencodable)
         self.core = make_core(self.side, record, spec, config)
         self.ended: dict[str, Request] = {}
@@ -169,14 +162,7 @@ class WorkerProcess(Worker):
         self, spec: ServerSpec, place: Site, rank: int, engine_id: str, source: Source, record: Record
     ) -> None:
         """Raises EngineDied when the WORKER object cannot be made."""
-        config = configs.make(
-            place.connector_config(spec.role),
-            spec.role,
-            runner=spec.runner,
-            dtype=place.plan.dtype,
-            asynchronous=spec.asynchronous,
-            engine_id=engine_id,
-        )
+        config = _config(spec, place, engine_id)
         super().__init__(
             rank,
             spec.runner,
@@ -404,3 +390,15 @@ def _serve(make: Callable[..., Any], pipe: Connection) -> None:
 
 def _unencodable(request: Request, index: int) -> bool:
     return not has_media(request.mm_features[index])
+
+
+def _config(spec: ServerSpec, place: Site, engine_id: str) -> Any:
+    """The VllmConfig of a server, the same for its SCHEDULER and its WORKER objects."""
+    return configs.make(
+        place.connector_config(spec.role),
+        spec.role,
+        runner=spec.runner,
+        dtype=place.plan.dtype,
+        asynchronous=spec.asynchronous,
+        engine_id=engine_id,
+    )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import chain, repeat
 from typing import Any
 
 from epd_conformance.oracle.cell import CellEvidence, Judgement
@@ -135,7 +136,7 @@ def _not_done(cell: CellEvidence) -> Judgement | None:
             expected="steps happen one after the other, and each request is sent within its own",
             observed=disordered,
         )
-    for step, record in zip(cell.plan.steps, [*records, *[None] * len(cell.plan.steps)], strict=False):
+    for step, record in zip(cell.plan.steps, chain(records, repeat(None)), strict=False):
         wrong = "it was never carried out" if record is None else _undone(cell, step, record)
         if wrong is not None:
             return Judgement(
