@@ -199,7 +199,14 @@ class _FakeChat:
         self.fake.seen.append(seen)
         self.fake.flying += 1
         self.fake.peak = max(self.fake.peak, self.fake.flying)
-        work = asyncio.create_task(self._answer(self.fake.reply(seen), send))
+        landed = False
+
+        def land() -> None:
+            nonlocal landed
+            self.fake.flying -= not landed
+            landed = True
+
+        work = asyncio.create_task(self._answer(self.fake.reply(seen), send, land))
         gone = asyncio.create_task(self._gone(receive))
         await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
         if not work.done():
@@ -207,7 +214,7 @@ class _FakeChat:
             work.cancel()
         gone.cancel()
         await asyncio.wait({work, gone})
-        self.fake.flying -= 1
+        land()
         if not work.cancelled():
             work.result()
 
@@ -217,7 +224,7 @@ class _FakeChat:
             pass
 
     @staticmethod
-    async def _answer(reply: Reply, send: Send) -> None:
+    async def _answer(reply: Reply, send: Send, land: Callable[[], None]) -> None:
         if reply.hang:
             await asyncio.Event().wait()
         while not reply.wait_until():
@@ -235,6 +242,8 @@ class _FakeChat:
             await asyncio.Event().wait()
         if reply.breaks:
             raise _Cut
+        # Before the last byte: once a proxy has that, it may well send its next request before this task goes on.
+        land()
         await send({"type": "http.response.body", "body": b""})
 
 
