@@ -32,6 +32,21 @@ FAMILIES = {
         {"image": [64]},
     ),
     "granite4": (config(SimpleNamespace(deepstack_layer_map=[[1, 2]])), {"image": [64, 128, 192, 256]}),
+    "bare": (SimpleNamespace(get_inputs_embeds_size=lambda: 64), {"image": [64], "audio": [64]}),
+    "levels of more than vision": (
+        config(SimpleNamespace(deepstack_visual_indexes=[1], audio_config=SimpleNamespace(deepstack_audio=[2]))),
+        {"image": [64, 128, 192, 256], "audio": [64, 128, 192, 256]},
+    ),
+    "deep inside": (
+        config(
+            SimpleNamespace(
+                depth=3,
+                thinker_config=SimpleNamespace(inner_config=SimpleNamespace(vision_config=DEEPSTACK)),
+                vision=DEEPSTACK,
+            )
+        ),
+        {"image": [256], "audio": [64]},
+    ),
     "pruned": (config(pruning=0.5), {"image": [1, 64, 68, 256], "video": [1, 64, 68, 256]}),
 }
 
