@@ -31,7 +31,7 @@ GOLDEN = {
     "adapter by name": "911f94662fbfda8e8ba1e434ba6f0b1ebde5a514bee4686890032ee42a4a50f7",
     "whole": "0620358752ff96f5f4d59dd0663b31361407aba406f04a45b787b885316e97db",
     "tensors": "aef23b5c59a14c51c11ad31e6da260fd8923eec88631f4389522e63423bf36c8",
-    "chunks": "648100acb8ea45f965ff80cb2cef8358743bd1b264ce050d58afe56d7bb7416d",
+    "chunks": "e632582ab361c8c18dda5e4546bdb52fde47cabb74367262bbc3990cfb027ce1",
 }
 
 
@@ -250,9 +250,9 @@ def test_the_digest_of_a_file_is_always_the_same(tmp_path: Path) -> None:
 def test_the_digest_of_a_huge_file_is_always_the_same(tmp_path: Path) -> None:
     path = tmp_path / "a.bin"
     with path.open("wb") as file:
-        for number in range(80):
+        for number in range(65):
             file.seek(number * (1 << 20))
-            file.write(bytes([number]) * 1000)
+            file.write(bytes([number]) * (1000 if number < 64 else 1))
     assert fp.file_digest(path) == GOLDEN["chunks"]
 
 

@@ -99,6 +99,7 @@ def test_an_area_that_is_not_shared_has_no_places() -> None:
     area = PinArea(PAGE, shared=False)
     room = area.reserve(3)
     assert room is not None
+    assert room.offset == -1
     room.view[:] = b"abc"
     pin = Pin(HEADER, room, 1, 3)
     assert area.place(pin) is None
@@ -119,6 +120,8 @@ def test_without_a_file_that_workers_can_open_nothing_has_a_place(monkeypatch: p
         raise PermissionError(1, "Operation not permitted")
 
     monkeypatch.setattr(os, "memfd_create", forbidden)
+    assert PinArea(PAGE).reserve(3) is not None
+    monkeypatch.delattr(os, "memfd_create")  # as where the system has none
     assert PinArea(PAGE).reserve(3) is not None
 
 
