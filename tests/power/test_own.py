@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,12 +31,6 @@ TARGET = Target(
     root=ROOT,
 )
 ID = "tests/power/mutable_tests.py::"
-
-
-@pytest.fixture(scope="module")
-def host() -> Iterator[Host]:
-    with Host(TARGET.subject, paths=TARGET.paths) as made:
-        yield made
 
 
 @pytest.fixture(scope="module")
