@@ -191,5 +191,6 @@ class _Watch:
 
     def _failed(self, report: pytest.CollectReport | pytest.TestReport) -> None:
         crash = getattr(report.longrepr, "reprcrash", None)
-        text = str(getattr(crash, "message", "") or report.longrepr).strip()
-        self._tell({"failed": report.nodeid, "text": text.splitlines()[0][:300] if text else ""})
+        text = (str(getattr(crash, "message", "") or report.longrepr).strip().splitlines() or [""])[0][:300]
+        line = getattr(crash, "lineno", None)
+        self._tell({"failed": report.nodeid, "text": f"{text} (line {line})" if line else text})
