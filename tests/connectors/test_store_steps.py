@@ -237,6 +237,7 @@ def test_an_item_keeps_its_type_and_its_bytes(deployment: Deployment, dtype: tor
     assert consumer.schedule(FakeRequest([item("k", rows=7)])) == {"k": True}
     (plan,) = consumer.step()
     assert (plan.place is None) is (nnodes == 2)
+    assert (plan.data is None) is (nnodes == 1)
     assert consumer.encoder_cache["k"].dtype == dtype
     assert torch.equal(consumer.encoder_cache["k"], tensor)
     assert consumer.scheduler.counters["loaded_bytes"] == 7 * HIDDEN * 2
@@ -461,6 +462,289 @@ def test_what_a_worker_publishes_again_is_of_what_it_was_encoded_with(deployment
     assert reclaim.header_of(deployment.path("a:k")).model_fingerprint == "ab" * 32
 
 
+# ---- pins ----
+
+
+def test_with_overlapping_steps_a_pin_stays_until_its_own_step_is_over(deployment: Deployment) -> None:
+    producer, consumer = deployment.server("ec_producer"), deployment.server("ec_consumer", overlapping=True)
+    for _ in range(3):  # idle steps: nothing was dispatched that could be over
+        consumer.scheduler.take_unavailable_requests()
+    for key in "kl":
+        producer.encode(key, output())
+        request = FakeRequest([item(key)], key)
+        assert consumer.schedule(request) == {key: True}
+        consumer.scheduler.build_connector_meta(SimpleNamespace())
+        consumer.scheduler.request_finished(request)
+    assert not consumer.scheduler._make_room(), "the steps that load them are under way"
+    for left in ({"l"}, set()):
+        consumer.scheduler.take_unavailable_requests()
+        assert set(consumer.scheduler._pins) == left
+    assert consumer.scheduler._area.used == 0
+
+
+def test_a_preempted_request_keeps_its_pins_while_it_looks_for_more(deployment: Deployment) -> None:
+    producer, consumer = deployment.server("ec_producer"), deployment.server("ec_consumer", pin_bytes=2 * 4096)
+    for key in "kmn":
+        producer.encode(key, output())
+    request = FakeRequest([item("m"), item("k", METADATA_ONLY, offset=20)])
+    assert consumer.schedule(request) == {"m": True, "k": True}
+    consumer.step()
+    for index in range(2):
+        consumer.scheduler.update_state_after_free(request, index)
+    consumer.step(free=("m", "k"))
+    consumer.scheduler.take_unavailable_requests()
+    assert set(consumer.scheduler._pins) == {"k"}, "the other can be encoded"
+    assert consumer.schedule(FakeRequest([item("n")], "other")) == {"n": True}
+    deployment.path("k").unlink()
+    request.num_preemptions = 1
+    assert consumer.schedule(request) == {"m": False, "k": True}
+    assert consumer.scheduler.counters["misses:no-room"] == 1
+
+
+def test_what_a_last_look_has_found_is_not_dropped_for_another(deployment: Deployment, clock: SimpleNamespace) -> None:
+    producer, consumer = deployment.server("ec_producer"), deployment.server("ec_consumer")
+    request = FakeRequest([item("k", METADATA_ONLY)])
+    assert consumer.schedule(request) is None
+    producer.encode("k", output())
+    clock.now += 10
+    assert consumer.scheduler.take_unavailable_requests() == set()
+    assert not consumer.scheduler._make_room()
+    consumer.scheduler.request_finished(request)
+    assert consumer.scheduler._area.used == 0
+
+
+def test_the_pin_of_an_adapter_that_was_replaced_goes_with_its_last_user(
+    deployment: Deployment, tmp_path: Path
+) -> None:
+    def lora(number: int) -> SimpleNamespace:
+        return SimpleNamespace(lora_name="a", lora_path=f"org/adapter-{number}")
+
+    consumer = deployment.server("ec_consumer", overlapping=True)
+    requests = []
+    for number in range(2):
+        producer = deployment.server("ec_producer")
+        request = FakeRequest([item("a:k")], f"r{number}", lora_request=lora(number))
+        assert producer.schedule(request) == {"a:k": False}
+        producer.step(encode={"a:k": output(seed=number)})
+        assert consumer.schedule(request) == {"a:k": True}
+        (plan,) = consumer.scheduler.build_connector_meta(SimpleNamespace()).loads
+        assert torch.equal(vs._load(plan), output(seed=number))
+        requests.append(request)
+    size = consumer.scheduler._area.used // 2
+    consumer.scheduler.take_unavailable_requests()
+    assert consumer.scheduler._area.used == 2 * size, "both have users"
+    consumer.scheduler.request_finished(requests[0])
+    assert consumer.scheduler._area.used == size
+    assert consumer.scheduler._replaced == []
+    consumer.scheduler.request_finished(requests[1])
+    consumer.scheduler.take_unavailable_requests()
+    assert consumer.scheduler._area.used == 0
+
+
+def test_a_server_that_pins_nothing_takes_no_memory(deployment: Deployment) -> None:
+    both = deployment.server("ec_both")
+    assert both.worker._area.reserve(1) is None
+    assert deployment.server("ec_producer").scheduler._area.reserve(1) is None
+    assert both.scheduler._area.reserve(1) is not None
+
+
+def test_one_large_object_does_not_hold_up_the_small_ones(
+    deployment: Deployment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = threading.Event()
+    real = vs.open_object
+    large = deployment.path("large")
+    monkeypatch.setattr(vs, "open_object", lambda path: (path != large or opened.wait(20)) and real(path))
+    producer, consumer = deployment.server("ec_producer"), deployment.server("ec_consumer")
+    producer.encode("large", output())
+    producer.encode("small", output())
+    monkeypatch.setattr(vs, "STEP_WAIT_S", 0.0)
+    assert consumer.scheduler.build_connector_meta(SimpleNamespace()).loads == ()
+    assert consumer.schedule(FakeRequest([item("large")], "a")) is None
+    deadline = time.monotonic() + 10
+    while consumer.schedule(FakeRequest([item("small")], "b")) is None:
+        assert time.monotonic() < deadline
+    assert not opened.is_set()
+    opened.set()
+
+
+# ---- checks of a producer ----
+
+
+def test_a_check_that_nobody_waits_for_is_dropped_and_one_that_is_awaited_is_kept(
+    deployment: Deployment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = threading.Event()
+    real = vs.open_object
+    monkeypatch.setattr(vs, "open_object", lambda path: opened.wait(20) and real(path))
+    monkeypatch.setattr(vs, "STEP_WAIT_S", 0.0)
+    producer = deployment.server("ec_producer", unavailable_after_s=60)
+    for key in "kl":
+        producer.encode(key, output())
+        producer.scheduler._in_engine.note(key)
+    gone, waits = FakeRequest([item("k")], "gone"), FakeRequest([item("l")], "waits")
+    calls = submitted(monkeypatch)
+    assert [producer.schedule(request) for request in (gone, waits)] == [None, None]
+    producer.scheduler.request_finished(gone)
+    assert set(producer.scheduler._checks) == {"k", "l"}
+    opened.set()
+    tasks = list(producer.scheduler._checks.values())
+    assert all(task.wait(10) for task in tasks)
+    producer.scheduler.take_unavailable_requests()
+    assert set(producer.scheduler._checks) == {"l"}
+    assert producer.schedule(waits) == {}
+    assert len(calls) == 2
+    assert producer.scheduler._checks == {}
+    assert producer.schedule(waits) == {}, "once for each request"
+    assert len(calls) == 2
+
+
+# ---- when a request is given up ----
+
+
+def test_only_what_is_late_is_given_up(deployment: Deployment, clock: SimpleNamespace) -> None:
+    producer, consumer = deployment.server("ec_producer"), deployment.server("ec_consumer", unavailable_after_s=2)
+    producer.encode("k", output())
+    assert consumer.schedule(FakeRequest([item("k")], "served")) == {"k": True}
+    fresh, late = (FakeRequest([item(name, METADATA_ONLY)], name) for name in ("fresh", "late"))
+    assert consumer.schedule(late) is None
+    clock.now += 1
+    assert consumer.schedule(fresh) is None
+    # The engine comes to the older request last.
+    requests = consumer.scheduler._requests
+    requests["late"] = requests.pop("late")
+    assert consumer.scheduler.take_unavailable_requests() == set()
+    clock.now += 1.5
+    assert consumer.schedule(late) is None
+    assert consumer.scheduler.take_unavailable_requests() == {"late"}
+    assert consumer.scheduler.counters["unavailable_requests"] == 1
+    clock.now += 1
+    assert consumer.scheduler.take_unavailable_requests() == {"fresh"}
+    assert consumer.scheduler.counters["unavailable_requests"] == 2
+
+
+def test_each_wait_has_a_time_of_its_own(deployment: Deployment, clock: SimpleNamespace) -> None:
+    producer, consumer = deployment.server("ec_producer"), deployment.server("ec_consumer", unavailable_after_s=2)
+    request = FakeRequest([item("k", METADATA_ONLY), item("l", METADATA_ONLY, offset=20)])
+    producer.encode("l", output())
+    assert consumer.schedule(request) is None
+    clock.now += 1.5
+    producer.encode("k", output())
+    assert consumer.schedule(request) == {"k": True, "l": True}
+    consumer.step()
+    # Both are consumed and evicted, and the second comes again.
+    for index in range(2):
+        consumer.scheduler.update_state_after_free(request, index)
+    consumer.scheduler._pins.clear()
+    deployment.path("l").unlink()
+    consumer.step(free=("k", "l"))
+    assert consumer.schedule(request, 10) is None
+    clock.now += 1.5
+    assert consumer.scheduler.take_unavailable_requests() == set()
+    clock.now += 0.5
+    assert consumer.scheduler.take_unavailable_requests() == {"r"}
+
+
+def test_an_item_with_media_is_encoded_when_its_time_is_up(
+    deployment: Deployment, silent: list[float], clock: SimpleNamespace
+) -> None:
+    consumer = deployment.server("ec_consumer", unavailable_after_s=2)
+    request = FakeRequest([item("k")])
+    assert consumer.schedule(request) is None
+    (began,) = (state.deadline for state in consumer.scheduler._requests.values())
+    assert began is not None
+    clock.now = began - 0.5
+    assert consumer.schedule(request) is None
+    clock.now = began
+    assert consumer.schedule(request) == {"k": False}
+    assert consumer.scheduler.counters["misses:slow-store"] == 1
+
+
+# ---- widths, media, settings that are passed on ----
+
+
+def test_rows_of_several_levels_cross_and_are_checked_everywhere(
+    deployment: Deployment, clock: SimpleNamespace
+) -> None:
+    """A DeepStack model: an image has wider rows than another item, so that the modality matters."""
+    real = deployment.config
+
+    def config(role: str, **more: Any) -> Any:
+        made = real(role, **more)
+        made.model_config.hf_config = SimpleNamespace(deepstack_visual_indexes=[1])
+        return made
+
+    deployment.config = config  # type: ignore[method-assign]
+    producer, consumer = deployment.server("ec_producer"), deployment.server("ec_consumer")
+    wide = output(width=2 * HIDDEN)
+    late = FakeRequest([item("late", METADATA_ONLY)], "late")
+    assert consumer.schedule(late) is None
+    producer.step(encode={"k": wide, "late": wide})
+    producer.scheduler._in_engine.note("k")
+    assert producer.schedule(FakeRequest([item("k")], "again")) == {}
+    assert producer.scheduler._publish == set()
+    assert consumer.schedule(FakeRequest([item("k")])) == {"k": True}
+    consumer.step()
+    assert torch.equal(consumer.encoder_cache["k"], wide)
+    consumer.encoder_cache.clear()
+    assert consumer.schedule(FakeRequest([item("k")], "reset")) == {"k": True}
+    consumer.step()
+    clock.now += 10
+    assert consumer.scheduler.take_unavailable_requests() == set()
+    assert consumer.schedule(late) == {"late": True}
+
+
+def test_if_in_doubt_an_item_has_no_media(deployment: Deployment, lines: list[str]) -> None:
+    consumer = deployment.server("ec_consumer")
+
+    def fail(modality: str) -> set[str]:
+        raise KeyError(modality)
+
+    consumer.scheduler._resolver = SimpleNamespace(fields_for=fail)
+    for name in "ab":
+        assert consumer.schedule(FakeRequest([item("k")], name)) is None
+    assert sum("cannot tell whether 'k' has media" in line for line in lines) == 1
+
+
+@pytest.mark.parametrize("fsync", [True, False])
+def test_flushing_is_left_to_the_setting(deployment: Deployment, monkeypatch: pytest.MonkeyPatch, fsync: bool) -> None:
+    asked: list[bool] = []
+    real = vs.publish
+
+    def publish(*args: Any, fsync: bool) -> Any:
+        asked.append(fsync)
+        return real(*args, fsync=fsync)
+
+    monkeypatch.setattr(vs, "publish", publish)
+    producer = deployment.server("ec_producer", fsync=fsync)
+    deployment.path("k").mkdir(parents=True)
+    producer.encode("k", output())
+    assert deployment.path("k").is_file()
+    assert asked == [fsync, fsync], "also where a folder was in the way"
+
+
+def test_a_configuration_that_says_little(deployment: Deployment) -> None:
+    """Of another version of vLLM. Steps may then overlap, and all workers are on this host."""
+    real = deployment.config
+
+    def config(role: str, **more: Any) -> Any:
+        made = real(role, **more)
+        del made.max_concurrent_batches, made.model_config.is_encoder_decoder, made.model_config.multimodal_config
+        return made
+
+    deployment.config = config  # type: ignore[method-assign]
+    deployment.root = deployment.root / "deep" / "inside"
+    producer, consumer = deployment.server("ec_producer"), deployment.server("ec_consumer")
+    producer.encode("k", output())
+    request = FakeRequest([item("k")])
+    del request.lora_request
+    assert consumer.schedule(request) == {"k": True}
+    (plan,) = consumer.scheduler.build_connector_meta(SimpleNamespace()).loads
+    assert plan.place is not None
+    consumer.scheduler.request_finished(request)
+    assert set(consumer.scheduler._pins) == {"k"}
+
+
 # ---- settings, roles, the end ----
 
 
@@ -499,7 +783,7 @@ def test_who_makes_the_store_and_who_only_misses_it(deployment: Deployment, role
     lines.clear()
     deployment.root.mkdir(exist_ok=True)
     again = deployment.server(role)
-    assert [line for line in lines if "is not there" in line] == []
+    assert [line for line in lines if "is not there" in line or "cannot make" in line] == []
     assert again.worker._reclaimer is None
     deployment.root.rmdir()
     deployment.root.write_text("a file")
