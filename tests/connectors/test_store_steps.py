@@ -271,6 +271,10 @@ def test_a_worker_without_the_connectors_metadata(deployment: Deployment) -> Non
     assert not deployment.path("k").exists()
     worker.start_save_caches(encoder_cache=cache)
     assert deployment.path("k").exists()
+    worker.bind_connector_metadata(vs.VerifiedStoreMetadata())
+    worker.start_load_caches(cache)
+    worker.start_save_caches(encoder_cache=cache)
+    assert set(cache) == {"k"}
 
 
 def test_an_empty_output_needs_no_bytes() -> None:
@@ -704,6 +708,15 @@ def test_if_in_doubt_an_item_has_no_media(deployment: Deployment, lines: list[st
     for name in "ab":
         assert consumer.schedule(FakeRequest([item("k")], name)) is None
     assert sum("cannot tell whether 'k' has media" in line for line in lines) == 1
+
+
+def test_without_vllms_resolver_whatever_an_item_has_is_media(deployment: Deployment) -> None:
+    """Before vLLM 0.30 there were no items without."""
+    server = deployment.server("ec_both")
+    server.scheduler._resolver = None
+    request = FakeRequest([item("k", METADATA_ONLY)])
+    assert server.schedule(request) == {"k": False}
+    assert server.scheduler.request_finished(request) == (False, None)
 
 
 @pytest.mark.parametrize("fsync", [True, False])
