@@ -379,6 +379,15 @@ def test_the_log_names_so_many_refusals_of_each_reason(
     assert sum("is not used (rows)" in line for line in lines) == 2
 
 
+def test_a_refusal_after_a_reset_names_the_item(deployment: Deployment, lines: list[str]) -> None:
+    producer, consumer = deployment.server("ec_producer"), deployment.server("ec_consumer")
+    producer.encode("k", output())
+    consumer.scheduler._in_engine.note("k")
+    assert consumer.schedule(FakeRequest([item("k", rows=ROWS + 1)])) == {"k": False}
+    assert consumer.scheduler.counters["misses:rows"] == 1
+    assert sum("the object of 'k' is not used (rows)" in line for line in lines) == 1
+
+
 def test_what_is_reclaimed_is_counted(
     deployment: Deployment, monkeypatch: pytest.MonkeyPatch, lines: list[str]
 ) -> None:
@@ -601,6 +610,22 @@ def test_a_check_that_nobody_waits_for_is_dropped_and_one_that_is_awaited_is_kep
     assert producer.scheduler._checks == {}
     assert producer.schedule(waits) == {}, "once for each request"
     assert len(calls) == 2
+
+
+# ---- when a request is over ----
+
+
+def test_of_a_finished_request_nothing_is_answered_and_of_another_one_all(deployment: Deployment) -> None:
+    producer, consumer = deployment.server("ec_producer"), deployment.server("ec_consumer")
+    producer.encode("k", output())
+    one, other = (FakeRequest([item("k")], name) for name in ("one", "other"))
+    assert consumer.scheduler.ensure_cache_available(other, 0)
+    assert consumer.scheduler.ensure_cache_available(one, 0)
+    consumer.scheduler.request_finished(other)
+    consumer.scheduler.request_finished(FakeRequest([], "unknown"))
+    assert consumer.scheduler.has_cache_item("k")
+    consumer.scheduler.request_finished(one)
+    assert not consumer.scheduler.has_cache_item("k")
 
 
 # ---- when a request is given up ----
