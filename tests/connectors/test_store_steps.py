@@ -147,6 +147,17 @@ def test_after_a_reset_the_wait_is_longer_once_and_the_rest_of_the_step_waits_no
     assert silent == [vs.RESET_WAIT_S, 0]
 
 
+def test_the_usual_times_do(tmp_path: Path) -> None:
+    assert 0 < vs.STEP_WAIT_S < vs.RESET_WAIT_S < vs.UNAVAILABLE_AFTER_S < vs.SAVE_WAIT_S
+    deployment = Deployment(tmp_path)
+    producer, consumer = deployment.server("ec_producer"), deployment.server("ec_consumer")
+    producer.encode("k", output())
+    deadline = time.monotonic() + 10
+    while not deployment.path("k").exists() or consumer.schedule(FakeRequest([item("k")])) is None:
+        consumer.step()
+        assert time.monotonic() < deadline
+
+
 # ---- how often the store is asked ----
 
 
@@ -568,14 +579,14 @@ def test_one_large_object_does_not_hold_up_the_small_ones(
     real = vs.open_object
     large = deployment.path("large")
     monkeypatch.setattr(vs, "open_object", lambda path: (path != large or opened.wait(20)) and real(path))
-    producer, consumer = deployment.server("ec_producer"), deployment.server("ec_consumer")
+    producer, consumer = deployment.server("ec_producer"), deployment.server("ec_consumer", unavailable_after_s=60)
     producer.encode("large", output())
     producer.encode("small", output())
     monkeypatch.setattr(vs, "STEP_WAIT_S", 0.0)
     assert consumer.scheduler.build_connector_meta(SimpleNamespace()).loads == ()
     assert consumer.schedule(FakeRequest([item("large")], "a")) is None
     deadline = time.monotonic() + 10
-    while consumer.schedule(FakeRequest([item("small")], "b")) is None:
+    while consumer.schedule(FakeRequest([item("small")], "b")) != {"small": True}:
         assert time.monotonic() < deadline
     assert not opened.is_set()
     opened.set()
