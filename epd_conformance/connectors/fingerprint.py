@@ -151,7 +151,7 @@ def model_identity(vllm_config: Any) -> ModelIdentity:
     overrides = getattr(model_config, "hf_overrides", None) or {}
     if callable(overrides):
         overrides = f"{overrides.__module__}.{overrides.__qualname__}"
-    load_format = getattr(getattr(vllm_config, "load_config", None), "load_format", "auto")
+    load_format = getattr(getattr(vllm_config, "load_config", None), "load_format", None)
     settings = {
         "mm_processor_kwargs": processor,
         "media_io_kwargs": getattr(multimodal, "media_io_kwargs", None) or {},

@@ -138,7 +138,7 @@ class PinArea:
         room.view.release()
         with self._lock:
             self._used -= room.size
-            if self._map is None or room.offset < 0:
+            if self._map is None:
                 return
             start, end = room.offset, room.offset + room.size
             cold = max(start, WARM_BYTES)

@@ -329,7 +329,7 @@ class VerifiedStoreConnector(ECConnectorBase):  # type: ignore[misc]
         self._fingerprint = model_fingerprint(vllm_config)
         self._dtype = str(model_config.dtype).removeprefix("torch.")
         # Whisper and its like keep no encoder cache: vLLM asks, but its workers would load nothing.
-        self._loads_possible = bool(self.is_consumer) and not getattr(model_config, "is_encoder_decoder", False)
+        self._loads_possible = bool(self.is_consumer) and not getattr(model_config, "is_encoder_decoder", None)
         self._widths = widths_of(model_config)
         self._resolver = PlaceholderMetadataResolver(model_config) if PlaceholderMetadataResolver else None
         self._creator = f"epd-conformance verified store, {socket.gethostname()}, process {os.getpid()}"
@@ -339,7 +339,7 @@ class VerifiedStoreConnector(ECConnectorBase):  # type: ignore[misc]
 
         scheduler = role is ECConnectorRole.SCHEDULER
         # A lone step in flight is over when the next hook is called; else only update_from_output tells.
-        self._overlapping = getattr(vllm_config, "max_concurrent_batches", 2) != 1
+        self._overlapping = getattr(vllm_config, "max_concurrent_batches", None) != 1
         self._area = PinArea(
             self._config.pin_bytes if scheduler and self._loads_possible else 0, shared=_workers_are_here(vllm_config)
         )

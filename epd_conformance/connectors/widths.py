@@ -31,8 +31,8 @@ class Widths:
     """
 
     embeds: int
-    visual: int | None = 1
-    other: int | None = 1
+    visual: int | None
+    other: int | None
 
     def fits(self, width: int, modality: str) -> bool:
         """Whether rows of an item of this modality may have this width."""
@@ -53,17 +53,17 @@ def widths_of(model_config: Any) -> Widths:
     """Read them out of vLLM's ``ModelConfig``."""
     multimodal = getattr(model_config, "multimodal_config", None)
     if getattr(multimodal, "video_pruning_rate", None):
-        return Widths(embeds=0)
+        return Widths(0, None, None)
     embeds = int(model_config.get_inputs_embeds_size())
-    levels = None
+    levels = 0
     for config in _configs(getattr(model_config, "hf_config", None)):
         for name, value in vars(config).items():
             if not name.startswith("deepstack") or not value:
                 continue
             if name != "deepstack_visual_indexes":
-                return Widths(embeds, visual=None, other=None)
+                return Widths(embeds, None, None)
             levels = len(value)
-    return Widths(embeds, visual=1 + (levels or 0))
+    return Widths(embeds, 1 + levels, 1)
 
 
 def _configs(config: Any, depth: int = 0) -> list[Any]:

@@ -1,1 +1,1 @@
-"""Power: how many faults, planted one by one in the reference connector, does the contract layer find? (`bench power`)"""
+"""Power: how many faults, planted one by one in the reference connector, do contract layer and own tests find? (`bench power`)"""

@@ -25,11 +25,10 @@ class Explanation(BaseModel):
     Attributes:
         module: the last part of its name.
         function: qualified; empty for what runs on import, `*` for any.
-        before, after: the changed lines, as `bench power --survivors` prints them; empty for every change.
-        part: what stands in the lines before the change; empty for anything.
-        kind: `equivalent`: no behaviour differs that anybody could see; `elsewhere`: it is about something that the contract layer
-            does not have, and `why` names the connector's own tests of this code; `accepted`: no test can see it, and `why` says
-            why that may stay so.
+        before, after: the changed lines, as `bench power --survivors` prints them; empty where `part` is given.
+        part: what stands in the lines before the change.
+        kind: `equivalent`: no behaviour differs that anybody could see; `accepted`: some does, no test sees it, and `why` says why
+            that may stay so.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -39,15 +38,17 @@ class Explanation(BaseModel):
     before: str = ""
     after: str = ""
     part: str = ""
-    kind: Literal["equivalent", "elsewhere", "accepted"]
+    kind: Literal["equivalent", "accepted"]
     why: str
 
     @model_validator(mode="after")
     def _both(self) -> Explanation:
         if bool(self.before) is not bool(self.after):
             raise ValueError(f"{self.module}.{self.function}: give before and after, or neither")
-        if self.function in ("", "*") and not self.before and not self.part:
-            raise ValueError(f"{self.module}: for a whole module give a part of the lines that are meant")
+        if not self.before and not self.part:
+            raise ValueError(
+                f"{self.module}.{self.function}: give a change (before and after), or a part of the lines meant"
+            )
         return self
 
     def fits(self, mutant: Mutant) -> bool:

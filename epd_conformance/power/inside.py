@@ -19,7 +19,7 @@ from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any
 
-from epd_conformance.engine import directed, machine, measured
+from epd_conformance.engine import machine, measured
 from epd_conformance.engine.findings import Finding
 from epd_conformance.engine.plan import Plan
 from epd_conformance.subject import Subject
@@ -30,7 +30,7 @@ MARK = "__epd_mutant__"
 _LINES = 1 << 13
 
 _active = ""
-_seen: _Lines | None = None
+_seen: Lines | None = None
 
 
 def step(
@@ -54,7 +54,7 @@ def step(
         `findings`, and whether the `active` mutant is what the connector has imported; or `broken`: why it cannot be imported.
     """
     if mutant is not None:
-        problem = _activate(modules, mutant)
+        problem = activate(modules, mutant)
         if problem:
             return {"broken": problem}
     # A mutant that lists the wrong folder lists an empty one.
@@ -77,7 +77,7 @@ def traced(
     global _seen
     if _seen is None:
         loaded = {name: importlib.import_module(name).__file__ or "" for name in modules}
-        _seen = _Lines(loaded)
+        _seen = Lines(loaded)
     with _seen:
         found = _carried(subject, root, plan, check, changed or {})
     return {"findings": [dataclasses.asdict(finding) for finding in found], "lines": _seen.taken()}
@@ -89,11 +89,12 @@ def _carried(
     if plan is not None:
         return machine.run(Plan.from_json(plan), subject, root).findings
     one = measured.CHECKS[check]
-    function: Callable[..., dict[str, Any]] = getattr(directed, one.function)
+    module, _, name = one.path.partition(":")
+    function: Callable[..., dict[str, Any]] = getattr(importlib.import_module(module), name)
     return measured.findings(one.requirement, function(subject, root, **{**one.arguments, **changed}))
 
 
-def _activate(modules: Sequence[str], mutant: Mapping[str, str]) -> str:
+def activate(modules: Sequence[str], mutant: Mapping[str, str]) -> str:
     """Let the connector's modules be imported anew, one of them changed. Returns why that cannot be done."""
     global _active
     if _active == mutant["name"]:
@@ -126,7 +127,7 @@ def _replace(name: str, mutant: Mapping[str, str]) -> None:
         setattr(sys.modules[parent], leaf, module)
 
 
-class _Lines:
+class Lines:
     """A context manager: which lines of some files run meanwhile, here and in what is forked from here."""
 
     def __init__(self, files: Mapping[str, str]) -> None:
@@ -134,7 +135,7 @@ class _Lines:
         self._names = list(files)
         self._memory = mmap.mmap(-1, len(files) * _LINES)
 
-    def __enter__(self) -> _Lines:
+    def __enter__(self) -> Lines:
         self._memory[:] = bytes(len(self._memory))
         threading.settrace(self._called)
         sys.settrace(self._called)

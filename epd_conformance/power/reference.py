@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+import epd_conformance
 from epd_conformance.power.trial import Target
 from epd_conformance.subject import ReferenceSubject, StackInfo
 
@@ -48,5 +50,13 @@ class Tight(ReferenceSubject):
         return {**config, "ec_connector_extra_config": {**config["ec_connector_extra_config"], **limits}}
 
 
+#: Its writers are started anew and never see a mutant; ten seconds.
+_FRESH = "test_store_concurrency.py"
+
+
 def target() -> Target:
-    return Target("reference", ReferenceSubject.features, MODULES, tight=f"{__name__}:Tight")
+    # The tests lie beside the package in a checkout, and nowhere in what is installed.
+    root = Path(epd_conformance.__file__).parents[1]
+    tests = [path for path in sorted((root / "tests" / "connectors").glob("test_*.py")) if path.name != _FRESH]
+    tight = f"{__name__}:Tight"
+    return Target("reference", ReferenceSubject.features, MODULES, tight=tight, tests=tests, root=root)

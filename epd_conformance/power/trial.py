@@ -2,20 +2,21 @@
 
 The layer is first carried out with nothing changed: it must find nothing, and what each of its steps runs is written down. A mutant
 then meets the steps that run its statement, the shortest first, until one of them finds something. Each mutant has a process of its
-own, forked from one that has imported vLLM.
+own, forked from one that has imported vLLM. `run` does so with the connector's own tests as well, see `own.py`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from epd_conformance.engine import measured
 from epd_conformance.engine.corpus import corpus
@@ -38,7 +39,11 @@ DRAWN = 120
 RACE_S = 0.4
 SEED = 0
 
+Against = Literal["layer", "tests"]
 Outcome = Literal["killed", "survived", "not reached", "timed out", "broken"]
+#: In the order in which mutants meet them.
+AGAINST: tuple[Against, ...] = ("layer", "tests")
+ALIVE = ("survived", "not reached")
 _INSIDE = "epd_conformance.power.inside"
 
 
@@ -51,6 +56,7 @@ class Target:
         modules: dotted name -> qualified names that are left out; those that others import first.
         paths: folders that children have in front of `sys.path`.
         tight: a second subject, the same connector in another configuration; it meets the corpus. Empty: none.
+        tests: the files of the connector's own tests. root: the folder that holds them, of which their ids are relative.
     """
 
     subject: str
@@ -58,6 +64,8 @@ class Target:
     modules: Mapping[str, Collection[str]]
     paths: Sequence[str] = ()
     tight: str = ""
+    tests: Sequence[Path] = ()
+    root: Path = Path()
 
 
 @dataclass(frozen=True)
@@ -78,13 +86,13 @@ class Step:
 
 @dataclass(frozen=True)
 class Fate:
-    """What became of a mutant.
+    """What became of a mutant that met the contract layer, or the connector's own tests.
 
     Attributes:
-        step: the one that killed it, or in which it hung.
+        step: the one, or the id of the test, that killed it, or in which it hung.
         requirements: those that this step found broken, the first one first.
         text: what was found, or why the mutant is broken.
-        tried: how many steps were carried out.
+        tried: how many steps were carried out, or tests begun.
     """
 
     mutant: Mutant
@@ -94,6 +102,23 @@ class Fate:
     text: str = ""
     tried: int = 0
     seconds: float = 0.0
+    against: Against = "layer"
+
+    @property
+    def alive(self) -> bool:
+        return self.outcome in ALIVE
+
+
+class Trial(Protocol):
+    """What mutants meet."""
+
+    target: Target
+
+    def begin(self, host: Host) -> str:
+        """Carry everything out with nothing changed; returns what that was. Raises UsageError where it finds something."""
+
+    def meet(self, host: Host, mutant: Mutant, name: str, folder: Path) -> Fate:
+        """After `begin`, with any host. `name`: of the mutant; another one for each. folder: for its source."""
 
 
 @dataclass
@@ -114,7 +139,8 @@ def steps_of(target: Target) -> list[Step]:
     """The corpus, the directed checks and the drawn plans; of each kind of plan first one, then a second one, and so on."""
     plans = corpus(target.features)
     steps = [Step(name, target.subject, plan) for name, plan in plans.items()]
-    steps += [Step(name, target.subject) for name in measured.CHECKS]
+    # Not what needs a process that has imported nothing of the connector: here a mutant is imported first.
+    steps += [Step(name, target.subject) for name, check in measured.CHECKS.items() if not check.bare]
     steps += [Step(name, target.subject, plan) for name, plan in drawn(target.features, DRAWN, SEED).items()]
     if target.tight:
         # Not what watches the store during a look-up: a producer that keeps limits writes there whenever it likes.
@@ -159,25 +185,36 @@ def baseline(host: Host, target: Target, steps: Sequence[Step]) -> Baseline:
     return found
 
 
+class Layer:
+    """The contract layer. `most`: the steps that a mutant meets, at most. None: all that run its statement."""
+
+    def __init__(self, target: Target, most: int | None = None) -> None:
+        self.target = target
+        self._most = most
+        self._base = Baseline()
+
+    def begin(self, host: Host) -> str:
+        self._base = baseline(host, self.target, steps_of(self.target))
+        return f"{len(self._base.steps)} steps find nothing"
+
+    def meet(self, host: Host, mutant: Mutant, name: str, folder: Path) -> Fate:
+        return fate(host, self.target, mutant, name, self._base.reaching(mutant, self._most), folder)
+
+
 def fate(host: Host, target: Target, mutant: Mutant, name: str, steps: Sequence[Step], folder: Path) -> Fate:
     """Carry out steps with a mutant until one finds something. `name`: of the mutant; another one for each."""
     began = time.monotonic()
     if not steps:
         return Fate(mutant, "not reached")
-    try:
-        compile(mutant.source, mutant.module, "exec", dont_inherit=True)
-    except (SyntaxError, ValueError) as error:
-        return Fate(mutant, "broken", text=str(error))
-    path = folder / f"{name}.py"
-    path.write_text(mutant.source, encoding="utf-8")
-    told = {"name": name, "module": mutant.module, "path": str(path)}
+    if problem := uncompilable(mutant):
+        return Fate(mutant, "broken", text=problem)
 
     def ended(outcome: Outcome, tried: int, step: str = "", requirements: Sequence[str] = (), text: str = "") -> Fate:
         seconds = time.monotonic() - began
         return Fate(mutant, outcome, step, tuple(dict.fromkeys(requirements)), text, tried, seconds)
 
     host.recycle()
-    try:
+    with put(mutant, name, folder) as told:
         for tried, step in enumerate(steps, 1):
             if time.monotonic() - began > MUTANT_LIMIT_S:
                 return ended("timed out", tried, step.name, text=f"more than {MUTANT_LIMIT_S:.0f} s in all")
@@ -204,17 +241,34 @@ def fate(host: Host, target: Target, mutant: Mutant, name: str, steps: Sequence[
                 text = f"{found[0]['requirement']}: {found[0]['kind']}"
                 return ended("killed", tried, step.name, [one["requirement"] for one in found], text)
         return ended("survived", len(steps))
+
+
+def uncompilable(mutant: Mutant) -> str:
+    """Why it is no Python; empty if it is."""
+    try:
+        compile(mutant.source, mutant.module, "exec", dont_inherit=True)
+    except (SyntaxError, ValueError) as error:
+        return str(error)
+    return ""
+
+
+@contextlib.contextmanager
+def put(mutant: Mutant, name: str, folder: Path) -> Iterator[dict[str, str]]:
+    """Its source lies in the folder meanwhile; yields what a child is told of it."""
+    path = folder / f"{name}.py"
+    path.write_text(mutant.source, encoding="utf-8")
+    try:
+        yield {"name": name, "module": mutant.module, "path": str(path)}
     finally:
         path.unlink()
 
 
 def run(
-    target: Target,
+    trial: Trial,
     mutants: Sequence[Mutant],
     *,
     workers: int,
     minutes: float | None,
-    most: int | None = None,
     say: Callable[[str], None],
     take: Callable[[Fate], None] = lambda fate: None,
 ) -> tuple[list[Fate], int]:
@@ -223,7 +277,6 @@ def run(
     Args:
         workers: processes at a time, one or two: each of them imports vLLM.
         minutes: no further mutant is begun after so many; the baseline counts. None: no limit.
-        most: the steps that a mutant meets, at most. None: all that run its statement.
         take: called with each fate as it comes.
     """
     began = time.monotonic()
@@ -231,24 +284,24 @@ def run(
     numbers = itertools.count()
     lock = threading.Lock()
     troubles: list[BaseException] = []
-    base: Baseline | None = None
+    begun = False
 
     def work() -> None:
-        nonlocal base
-        with Host(target.subject, paths=target.paths) as host, tempfile.TemporaryDirectory() as folder:
+        nonlocal begun
+        with Host(trial.target.subject, paths=trial.target.paths) as host, tempfile.TemporaryDirectory() as folder:
             while not troubles:
                 with lock:
-                    if base is None:
-                        say(f"{target.subject} as it is")
-                        base = baseline(host, target, steps_of(target))
-                        say(f"{len(base.steps)} steps find nothing; {_minutes(began):.1f} min")
+                    if not begun:
+                        say(f"{trial.target.subject} as it is")
+                        say(f"{trial.begin(host)}; {_minutes(began):.1f} min")
+                        begun = True
                     if minutes is not None and _minutes(began) >= minutes:
                         return
                     number = next(numbers)
                 if number >= len(mutants):
                     return
                 mutant = mutants[number]
-                one = fate(host, target, mutant, f"m{number}", base.reaching(mutant, most), Path(folder))
+                one = trial.meet(host, mutant, f"m{number}", Path(folder))
                 with lock:
                     fates[number] = one
                     take(one)

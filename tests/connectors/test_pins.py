@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import random
 from pathlib import Path
@@ -98,6 +99,7 @@ def test_an_area_that_is_not_shared_has_no_places() -> None:
     area = PinArea(PAGE, shared=False)
     room = area.reserve(3)
     assert room is not None
+    assert room.offset == -1
     room.view[:] = b"abc"
     pin = Pin(HEADER, room, 1, 3)
     assert area.place(pin) is None
@@ -119,3 +121,112 @@ def test_without_a_file_that_workers_can_open_nothing_has_a_place(monkeypatch: p
 
     monkeypatch.setattr(os, "memfd_create", forbidden)
     assert PinArea(PAGE).reserve(3) is not None
+    monkeypatch.delattr(os, "memfd_create")  # as where the system has none
+    assert PinArea(PAGE).reserve(3) is not None
+
+
+def mapped(area: PinArea) -> int:
+    """Bytes of its file that take memory."""
+    return Path(area._path).stat().st_blocks * 512
+
+
+@needs_memfd
+def test_free_memory_stays_warm_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pins, "WARM_BYTES", 2 * PAGE)
+    area = PinArea(8 * PAGE)
+    rooms = [area.reserve(3 * PAGE) for _ in range(2)]
+    for room in rooms:
+        assert room is not None
+        room.view[:] = bytes([1]) * len(room.view)
+    assert mapped(area) == 6 * PAGE
+    for room in rooms:
+        assert room is not None
+        area.release(room)
+    assert mapped(area) == 2 * PAGE
+    again = area.reserve(8 * PAGE)
+    assert again is not None
+    assert again.offset == 0
+    assert set(again.view[2 * PAGE :]) == {0}
+
+
+@needs_memfd
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (0, 2, 1), (1, 0, 2), (1, 2, 0)])
+def test_what_is_free_is_one_piece_again(order: tuple[int, ...]) -> None:
+    area = PinArea(6 * PAGE)
+    rooms = [area.reserve(2 * PAGE) for _ in range(3)]
+    for index in order:
+        room = rooms[index]
+        assert room is not None
+        area.release(room)
+    assert area._free == [(0, 6 * PAGE)]
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_room_is_whole_pages_and_no_more_than_the_limit(shared: bool) -> None:
+    area = PinArea(3 * PAGE + 5, shared=shared)
+    empty = area.reserve(0)
+    assert empty is not None
+    assert len(empty.view) == 0
+    assert area.used == PAGE
+    page = area.reserve(PAGE)
+    assert page is not None
+    assert area.used == 2 * PAGE
+    assert area.reserve(PAGE + 1) is None
+    assert area.reserve(1) is not None
+    assert area.used == 3 * PAGE
+    area.release(page)
+    assert area.used == 2 * PAGE
+    assert PinArea(PAGE - 1, shared=shared).reserve(0) is None
+
+
+@needs_memfd
+def test_the_first_room_that_fits_is_taken_and_the_file_is_closed_with_its_area() -> None:
+    area = PinArea(8 * PAGE)
+    first, between, third = area.reserve(PAGE), area.reserve(3 * PAGE), area.reserve(PAGE)
+    assert first is not None
+    assert between is not None
+    assert third is not None
+    area.release(first)
+    area.release(between)
+    taken = area.reserve(2 * PAGE)
+    assert taken is not None
+    assert (taken.offset, len(taken.view), taken.size) == (0, 2 * PAGE, 2 * PAGE)
+    path = area._path
+    assert Path(path).stat().st_size == 8 * PAGE
+    del area
+    assert not Path(path).exists()
+
+
+@needs_memfd
+def test_the_file_cannot_be_made_longer_either_and_its_seals_stay() -> None:
+    area = PinArea(PAGE)
+    descriptor = os.open(area._path, os.O_RDWR)
+    try:
+        with pytest.raises(PermissionError):
+            os.ftruncate(descriptor, 2 * PAGE)
+        with pytest.raises(PermissionError):
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
+        assert Path(area._path).stat().st_size == PAGE
+        assert not os.get_inheritable(int(area._path.rpartition("/")[2]))
+    finally:
+        os.close(descriptor)
+
+
+@needs_memfd
+def test_reading_closes_what_it_opens_and_starts_where_the_rows_are() -> None:
+    area = PinArea(4 * PAGE)
+    area.reserve(PAGE)
+    room = area.reserve(16)
+    assert room is not None
+    room.view[:] = bytes(range(16))
+    place = area.place(Pin(HEADER, room, 4, 12))
+    assert place is not None
+    assert place.offset == PAGE + 4
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    for _ in range(3):
+        got = bytearray(8)
+        read_place(place, memoryview(got))
+        assert got == bytes(range(4, 12))
+    with pytest.raises(OSError, match="not the scheduler's"):
+        read_place(place._replace(inode=1), memoryview(bytearray(8)))
+    assert len(list(Path("/proc/self/fd").iterdir())) <= before

@@ -245,6 +245,7 @@ def test_a_foreign_object_at_rest_is_read_once(deployment: Deployment, monkeypat
     for name in "abc":
         assert consumer.schedule(FakeRequest([FakeFeature("k", WITH_MEDIA)], name)) == {"k": False}
     assert len(filled) == 1
+    assert consumer.scheduler.counters["misses:model"] == 3
     deployment.store(consumer.scheduler._fingerprint, "k", output())
     assert consumer.schedule(FakeRequest([FakeFeature("k", WITH_MEDIA)], "d")) == {"k": True}
 

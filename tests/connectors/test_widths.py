@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from epd_conformance.connectors.widths import widths_of
+from epd_conformance.connectors.widths import Widths, widths_of
 
 
 def config(hf: Any = None, pruning: float | None = None) -> Any:
@@ -18,7 +18,7 @@ def config(hf: Any = None, pruning: float | None = None) -> Any:
     )
 
 
-DEEPSTACK = SimpleNamespace(deepstack_visual_indexes=[5, 11, 17])
+DEEPSTACK = SimpleNamespace(depth=27, deepstack_visual_indexes=[5, 11, 17])
 FAMILIES = {
     "plain": (config(), {"image": [64], "audio": [64]}),
     "qwen2.5-vl": (config(SimpleNamespace(vision_config=SimpleNamespace(depth=3))), {"image": [64], "video": [64]}),
@@ -32,6 +32,21 @@ FAMILIES = {
         {"image": [64]},
     ),
     "granite4": (config(SimpleNamespace(deepstack_layer_map=[[1, 2]])), {"image": [64, 128, 192, 256]}),
+    "bare": (SimpleNamespace(get_inputs_embeds_size=lambda: 64), {"image": [64], "audio": [64]}),
+    "levels of more than vision": (
+        config(SimpleNamespace(deepstack_visual_indexes=[1], audio_config=SimpleNamespace(deepstack_audio=[2]))),
+        {"image": [64, 128, 192, 256], "audio": [64, 128, 192, 256]},
+    ),
+    "deep inside": (
+        config(
+            SimpleNamespace(
+                depth=3,
+                thinker_config=SimpleNamespace(inner_config=SimpleNamespace(vision_config=DEEPSTACK)),
+                vision=DEEPSTACK,
+            )
+        ),
+        {"image": [256], "audio": [64]},
+    ),
     "pruned": (config(pruning=0.5), {"image": [1, 64, 68, 256], "video": [1, 64, 68, 256]}),
 }
 
@@ -50,3 +65,7 @@ def test_a_configuration_that_holds_itself_ends() -> None:
     loop = SimpleNamespace()
     loop.text_config = loop
     assert widths_of(config(loop)).fits(64, "image")
+
+
+def test_a_multiple_of_a_width_of_one() -> None:
+    assert [Widths(1, None, 1).fits(width, "image") for width in (0, 1, 2)] == [False, True, True]

@@ -90,13 +90,13 @@ def test_every_mutant_of_the_reference_connector_is_another_program() -> None:
     assert all(original[module] != text for module, text in dumped)
 
 
-def test_an_explanation_is_about_one_change_or_a_whole_function(tmp_path: Path) -> None:
+def test_an_explanation_is_about_one_change_or_those_of_like_lines(tmp_path: Path) -> None:
     path = tmp_path / "survivors.toml"
     path.write_text(
         '[[survivor]]\nmodule = "module"\nfunction = "Box.far"\nkind = "equivalent"\nwhy = "w"\n'
         'before = "if size is None:"\nafter = "if size is not None:"\n'
-        '[[survivor]]\nmodule = "module"\nfunction = "text"\nkind = "elsewhere"\nwhy = "tests/test_text.py"\n'
-        '[[survivor]]\nmodule = "module"\nfunction = "gone"\nkind = "equivalent"\nwhy = "w"\n'
+        '[[survivor]]\nmodule = "module"\nfunction = "text"\npart = "word"\nkind = "accepted"\nwhy = "w"\n'
+        '[[survivor]]\nmodule = "module"\nfunction = "gone"\npart = "word"\nkind = "equivalent"\nwhy = "w"\n'
         '[[survivor]]\nmodule = "module"\nfunction = "*"\npart = "raise "\nkind = "equivalent"\nwhy = "w"\n',
         encoding="utf-8",
     )
@@ -108,10 +108,13 @@ def test_an_explanation_is_about_one_change_or_a_whole_function(tmp_path: Path) 
     assert [one.function for one in explained.stale(known, mutants)] == ["gone"]
 
 
-def test_a_whole_module_is_not_explained_at_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize("function", ["*", "Box.far"])
+def test_a_whole_module_or_function_is_not_explained_at_once(tmp_path: Path, function: str) -> None:
     path = tmp_path / "survivors.toml"
-    path.write_text('[[survivor]]\nmodule = "m"\nfunction = "*"\nkind = "equivalent"\nwhy = "w"\n', encoding="utf-8")
-    with pytest.raises(UsageError, match="for a whole module give a part"):
+    path.write_text(
+        f'[[survivor]]\nmodule = "m"\nfunction = "{function}"\nkind = "equivalent"\nwhy = "w"\n', encoding="utf-8"
+    )
+    with pytest.raises(UsageError, match=r"give a change .* or a part of the lines"):
         explained.read(path)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,12 +25,6 @@ HERE = Path(__file__).parent
 PATHS = [str(HERE), str(HERE.parent / "engine")]
 TARGET = trial.Target("mutable_store:MutableSubject", frozenset(), {"mutable": (), "mutable_store": ()}, PATHS)
 STEPS = [trial.Step(name, TARGET.subject, corpus(frozenset())[name]) for name in ("miss", "transfer-v1")]
-
-
-@pytest.fixture(scope="module")
-def host() -> Iterator[Host]:
-    with Host(TARGET.subject, paths=PATHS) as made:
-        yield made
 
 
 @pytest.fixture(scope="module")
