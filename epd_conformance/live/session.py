@@ -207,7 +207,8 @@ class LiveSession:
                 aggregated.base_url,
                 request,
                 uuid.uuid4().hex,
-                overrides={"max_tokens": 1, "stream": False},
+                # Of one choice: the prompt is the same, whatever limits and choices a request has.
+                overrides={"max_tokens": 1, "stream": False, "n": 1, "min_tokens": None, "max_completion_tokens": None},
                 model=aggregated.served_name,
             )
 

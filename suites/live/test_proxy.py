@@ -60,14 +60,17 @@ def too_long(draw: Draw, label: str, stream: bool = False) -> Request:
 
 def refusals(draw: Draw) -> Plan:
     """What each stage refuses: a text that is too long, also streamed and with an image; and options that no server takes."""
-    words = draw.words().part()
+    words = draw.words()
     return Plan(
         (
             draw.request("long text", Text(TOO_LONG)),
             too_long(draw, "image and long text"),
             too_long(draw, "image and long text, streamed", stream=True),
             # The encode stage refuses it.
-            Request("no picture", (), options={"messages": [{"role": "user", "content": [words, NO_PICTURE]}]}),
+            replace(
+                draw.request("no picture"),
+                options={"messages": [{"role": "user", "content": [words.part(), NO_PICTURE]}]},
+            ),
             # A proxy that keeps an option to itself would have it answered.
             replace(draw.request("a temperature below zero", draw.image()), options={"temperature": -1}),
         )
@@ -153,6 +156,8 @@ SCHEMA = {
         "schema": {"type": "object", "properties": {"count": {"type": "integer"}}, "required": ["count"]},
     },
 }
+# vLLM takes four.
+STOPS = ["e", "a", "t", "\n"]
 TOOL = {
     "type": "function",
     "function": {"name": "look", "parameters": {"type": "object", "properties": {"at": {"type": "integer"}}}},
@@ -165,8 +170,13 @@ def options(draw: Draw) -> Plan:
         "choices": (1, {"n": 2, "temperature": 0.7, "seed": 5}),
         "log-probabilities": (1, {"top_logprobs": 4}),
         "schema": (0, {"response_format": SCHEMA}),
-        "tools": (1, {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "look"}}}),
-        "stop": (1, {"stop": list("0123456789"), "max_tokens": None, "max_completion_tokens": 8}),
+        # Whoever wants them called has to start the servers with a parser of this model's own form of calls.
+        "tools": (1, {"tools": [TOOL], "tool_choice": "none"}),
+        # Strings that stop a model of words, ids that stop one of bytes.
+        "stop": (
+            1,
+            {"stop": STOPS, "stop_token_ids": [*range(0, 256, 2)], "max_tokens": None, "max_completion_tokens": 8},
+        ),
         "streamed": (1, {"n": 2, "temperature": 0.7, "seed": 6, "stream_options": {"include_usage": True}}),
     }
     return Plan(
