@@ -176,4 +176,6 @@ def work_ends(runner: Runner) -> None:
             None if one is None else (_generated(server) or 0) - one for server, one in zip(last, before, strict=True)
         ]
         found.append(record)
+        if record["idle_s"] is None:
+            break  # it goes on working: nothing that comes now would show anything
     runner.facts["left"] = found
