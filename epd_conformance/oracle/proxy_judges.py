@@ -415,7 +415,7 @@ def one_token(cell: CellEvidence) -> Judgement:
         if ours.status != 200:
             return _fail("request-failed", "status", f"request {ours.label!r} is answered", _shown(ours))
         if not servers or any(count is None for pair in servers.values() for count in pair):
-            return inconclusive("no-metrics", "prefill servers count their tokens in /metrics", f"{servers}")
+            return inconclusive("not-counted", "prefill servers count their tokens in /metrics", f"{servers}")
         made = sum(after - before for before, after in servers.values())
         if made == 0:
             return inconclusive("not-exercised", f"a prefill server gets {ours.label!r}", "none has generated a token")
@@ -466,7 +466,7 @@ def work_ends(cell: CellEvidence) -> Judgement:
     for request, record in zip(cell.plan.requests, records, strict=False):
         label = request.label
         if None in record["generated"] or None in record["running"].values():
-            return inconclusive("no-metrics", "servers tell in /metrics what they work on", f"{record}"[:600])
+            return inconclusive("not-counted", "servers tell in /metrics what they work on", f"{record}"[:600])
         if not record["working"] or (request.stream and record["status"] != 200):
             return inconclusive(
                 "not-exercised", f"a server works on {label!r} when its client leaves", f"{record}"[:600]
