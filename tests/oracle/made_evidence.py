@@ -276,6 +276,8 @@ class Story:
                     request = next(rest)
                     past = one["way"] == "past-encode"
                     direct = past and not self.roles.decode
+                    if not past and item_key(request.images[0], None) not in self.encoder_holds:
+                        damaged = False  # it is encoded and saved once more
                     self.send(request, direct=direct, past=past, lost=damaged or gone)
             record["ended"] = self.now
             records.append(record)
@@ -383,7 +385,9 @@ def passing(judge: str, topology: str = "", *, images: int = 2, prompt: int = PR
     topology = topology or {"both": "aggregated", "kv-taken": "e-p-d", "one-token": "e-p-d"}.get(judge, "e-pd")
     if judge in (*made_proxied.EXCHANGED, *made_proxied.ANSWERED):
         plan = made_proxied.plan(judge, images)
-        return made_proxied.carry(Story(judge, topology, plan, owner=Owner(owner or "proxy"), prompt=prompt), judge)
+        story = Story(judge, topology, plan, owner=Owner(owner or "proxy"), prompt=prompt)
+        made_proxied.carry(story, judge)
+        return story.evidence()
     story = Story(
         judge, topology, _plan(judge, images), owner=Owner(owner) if owner else Owner.CONNECTOR, prompt=prompt
     )

@@ -6,9 +6,8 @@ import json
 from dataclasses import replace
 from typing import Any
 
-from made_evidence import PROMPT, Story, digest_of
+from made_evidence import PROMPT, Story, digest_of, good_answer
 
-from epd_conformance.oracle.cell import CellEvidence
 from epd_conformance.oracle.exchanges import DIRECT, PROXY, Exchange
 from epd_conformance.plans.plan import Draw, Plan, Request, replace_images, swap_images
 
@@ -81,33 +80,24 @@ def exchange(story: Story, label: str, to: str, body: str, status: int = 200, st
     return Exchange(label, to, rid, status, headers | ({"x-request-id": rid} if to == PROXY else {}), body).to_json()
 
 
-def carry(story: Story, judge: str) -> CellEvidence:
-    """Evidence of a cell that went well."""
+def carry(story: Story, judge: str) -> None:
+    """Have a story's cell go well."""
     if judge in EXCHANGED:
         _exchanged(story, judge)
-        return story.evidence()
+        return
     for number, request in enumerate(story.plan.requests):
         if judge == "media-only":
             story.prompt = PROMPT + 100 * number
-        story.send(request, past=number > 0 and judge == "encoding-options")
-        if number > 0 and judge == "encoding-options":
-            story.prime(request, story.answers[-1].request_id)
+        elif judge == "prompt-tokens":
+            # As many as the made-up answers name.
+            story.prompt = len(good_answer(request).prompt_ids)
+        story.send(request)
     if judge == "kept-apart":
         began = story.answers[0].started
-        story.answers[:] = [replace(answer, started=began + 0.001, seconds=1.0) for answer in story.answers]
+        story.answers[:] = [replace(answer, started=began, seconds=story.now - began) for answer in story.answers]
     if judge == "encoding-options":
         steps = [event for event in story.events if event["ev"] == "step" and event["server"] == story.consumer]
         steps[1]["new"][0]["computed"] = 288
-    cell = story.evidence()
-    # As many tokens as the servers count.
-    baseline = {digest: {arm: replace(one, prompt_ids=_long(one.prompt_ids, story)) for arm, one in arms.items()}
-                for digest, arms in cell.baseline.items()}  # fmt: skip
-    answers = tuple(replace(one, prompt_ids=_long(one.prompt_ids, story)) for one in cell.answers)
-    return replace(cell, baseline=baseline, answers=answers)
-
-
-def _long(ids: tuple[int, ...], story: Story) -> tuple[int, ...]:
-    return (*ids, *range(story.prompt - len(ids)))
 
 
 def _exchanged(story: Story, judge: str) -> None:
