@@ -1,4 +1,5 @@
-"""One boot of real servers: planted proxies, which the cells of area PROXY must find, and the producer that publishes again."""
+"""One boot of real servers: planted proxies, which the cells of area PROXY must find, a proxy that sends references, and the
+producer that publishes again."""
 
 from __future__ import annotations
 
@@ -22,10 +23,11 @@ from planted_proxy import VARIANTS, App, Sends, of, parts_of, without_media
 from epd_conformance.live import suites
 from epd_conformance.live.case import Case
 from epd_conformance.live.session import LiveSession, PlannedCell
-from epd_conformance.oracle.cell import Judgement
+from epd_conformance.oracle.cell import CellEvidence, Judgement
 from epd_conformance.oracle.judges import judge
 from epd_conformance.plans.plan import Draw, Plan, replace_images
 from epd_conformance.plans.steps import step
+from epd_conformance.proxy.app import create_app
 from epd_conformance.proxy.stages import Call, Stages
 from epd_conformance.proxy.upstreams import Upstreams
 from epd_conformance.proxycheck.under_test import OwnProxy
@@ -109,13 +111,13 @@ def primed_again(damage: str) -> tuple[Any, ...]:
     return (RESET, step("prime"), step("damage", kind=damage), SEND)
 
 
-def again(*steps: Any) -> Case:
-    """A request for one image for each step that sends."""
+def again(*steps: Any, fresh: bool = False) -> Case:
+    """A request for one image for each step that sends; the same one, or each time a `fresh` one."""
 
     def build(draw: Draw) -> Plan:
         image = draw.image()
         count = sum(one["do"] == "send" for one in steps)
-        requests = tuple(draw.request(f"request {number}", image) for number in range(count))
+        requests = tuple(draw.request(f"request {number}", draw.image() if fresh else image) for number in range(count))
         return Plan(requests, tuple(replace_images(one, [draw.image()], "other") for one in requests), steps=steps)
 
     return Case("again", "scripted", build)
@@ -128,6 +130,15 @@ RESTARTED = again(
     *primed_again("deleted"),
     *primed_again("flipped-bit"),
 )
+# What is primed while there is no store has vanished before the consumer looks for it.
+VANISHED = again(
+    SEND,
+    step("store", how="removed"),
+    step("send", way="proxy", how="any"),
+    step("store", how="mended"),
+    SEND,
+    fresh=True,
+)
 FORGOTTEN = {kind: again(SEND, *primed_again(kind)) for kind in ("deleted", "flipped-bit")}
 
 
@@ -139,15 +150,19 @@ class Scene:
 
     def judged(self, cell: PlannedCell, app: App | None = None) -> Judgement:
         """What a cell gives, behind another proxy than ours."""
+        return judge(self.carried_out(cell, app))
+
+    def carried_out(self, cell: PlannedCell, app: App | None, **options: Any) -> CellEvidence:
         stack = self.session.stage("e-pd").stack
         before = stack.base_url
         proxy = None
         try:
             if app is not None:
                 urls = {"encode": Role.ENCODE, "decode": Role.PREFILL_DECODE}
-                proxy = OwnProxy({name: [one.url for one in stack.of(role)] for name, role in urls.items()}, {}, app)
+                servers = {name: [one.url for one in stack.of(role)] for name, role in urls.items()}
+                proxy = OwnProxy(servers, options, app)
                 stack.base_url = proxy.url
-            return judge(self.session.run(cell))
+            return self.session.run(cell)
         finally:
             stack.base_url = before
             planted_proxy.undo()
@@ -165,7 +180,7 @@ def asked(number: str, name: str) -> PlannedCell:
 PROXY_CELLS = {(number, name): asked(number, name) for number, name, *_ in CONTROLS}
 STORE_CELLS = {
     name: PlannedCell(f"EPD-INTEG-014[e-pd/made/{name}]", "e-pd", Owner.CONNECTOR, case)
-    for name, case in {"restarted": RESTARTED, **FORGOTTEN}.items()
+    for name, case in {"restarted": RESTARTED, "vanished": VANISHED, **FORGOTTEN}.items()
 }
 
 
@@ -199,6 +214,25 @@ def test_a_producer_that_does_not_publish_again_is_found(scene: Scene, kind: str
     finally:
         flag.unlink()
     assert (found.verdict, found.reason) == (Verdict.FAIL, "encoded-again"), found.observed
+
+
+def test_references_have_a_way_back(scene: Scene) -> None:
+    """A proxy that sends references sends the media, once, where the consumer does not find the object."""
+    evidence = scene.carried_out(STORE_CELLS["vanished"], create_app, metadata_only=True)
+    found = judge(evidence)
+    assert (found.verdict, found.reason) == (Verdict.PASS, ""), found.observed
+    legs = [
+        ["pixel_values" in item["data"] for item in event["items"]]
+        for event in evidence.during
+        if event["ev"] == "request" and event["server"] in evidence.roles.consumers
+    ]
+    assert legs == [[False], [False], [True], [False]]
+
+
+def test_a_way_back_without_the_media_is_found(scene: Scene) -> None:
+    evidence = scene.carried_out(STORE_CELLS["vanished"], VARIANTS["way back without media"].app, metadata_only=True)
+    found = judge(evidence)
+    assert (found.verdict, found.reason, found.blame) == (Verdict.FAIL, "tokens-differ", Owner.PROXY), found.observed
 
 
 @pytest.mark.parametrize(
