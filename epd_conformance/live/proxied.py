@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import threading
 import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
@@ -92,8 +93,10 @@ def passed_on(runner: Runner) -> None:
 
 def at_once(runner: Runner) -> None:
     """Send all requests of the plan side by side."""
+    ready = threading.Barrier(len(runner.plan.requests))
 
     def one(request: Request) -> Any:
+        ready.wait(client.DEADLINE_S)
         rid = uuid.uuid4().hex
         salt = runner.salt(request, rid)
         return client.send(runner.stack.base_url, request, rid, salt=salt, model=runner.stack.served_name)
