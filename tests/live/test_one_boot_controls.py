@@ -83,6 +83,9 @@ class TakesTheOther(Stages):
 
 #: Cell, proxy, and the reason that it must give.
 CONTROLS: list[tuple[str, str, App, str]] = [
+    ("001", "text", VARIANTS["primes text"].app, "encoder-touched"),
+    ("002", "img3", VARIANTS["primes twice"].app, "not-primed-once"),
+    ("003", "encode-404", VARIANTS["hides the stage"].app, "unclear-error"),
     ("004", "refused", VARIANTS["turns 4xx into 500"].app, "refusal-lost"),
     ("005", "refused", VARIANTS["begins at once"].app, "begun-too-early"),
     ("008", "short-long", VARIANTS["text in primers"].app, "text-in-primer"),
