@@ -444,6 +444,46 @@ def replay(
 
 
 @app.command()
+def hunt(
+    subject: SubjectOption = "reference",
+    topology: Annotated[str, typer.Option(help="e-pd or e-p-d")] = "e-pd",
+    time_budget: Annotated[str, typer.Option(help="no further script is begun after so long: 90s, 30m, 8h")] = "5m",
+    seed: Annotated[int, typer.Option(help="the same one draws the same scripts")] = 0,
+    restarts: Annotated[bool, typer.Option("--restarts", help="let scripts end and start servers too")] = False,
+    device: DeviceOption = "cpu",
+    model: ModelOption = TINY,
+    dtype: DtypeOption = "",
+    boot: BootOption = "",
+    out: Annotated[Path | None, typer.Option(help="folder for evidence and logs (default: runs/…)")] = None,
+    memory_wait: WaitOption = 600.0,
+    as_json: JsonOption = False,
+) -> None:
+    """Draw scripts of requests, damage, repairs and resets, carry them out on real servers, and shrink what fails."""
+    from epd_conformance import hunting
+    from epd_conformance.run import Options
+
+    def say(line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
+    if seed < 0:
+        raise UsageError(f"--seed {seed}: give 0 or more")
+    options = Options(
+        subject=subject,
+        device=device,
+        model=model,
+        dtype=dtype,
+        boot=boot,
+        out=out,
+        seed=seed,
+        memory_wait_s=memory_wait,
+    )
+    signal.signal(signal.SIGTERM, _interrupt)
+    found = hunting.hunt(options, topology, hunting.seconds(time_budget), restarts=restarts, say=say)
+    print(json.dumps(hunting.to_json(found), indent=2) if as_json else "\n".join(hunting.lines(found, options)))
+    raise typer.Exit(found.exit_code)
+
+
+@app.command()
 def compare(
     old: Annotated[Path, typer.Argument(help="the folder of a run, or its report.json")],
     new: Annotated[Path, typer.Argument(help="the same of a later run, or of another connector's")],

@@ -161,7 +161,7 @@ def _once(session: LiveSession, cell: PlannedCell, number: int, out: Path, resta
     path = None
     try:
         if number > 1:
-            _forget(session, session.stage(cell.topology).stack, restart)
+            forget(session, session.stage(cell.topology).stack, restart)
         evidence = session.run(cell)
         # Each repetition keeps its own evidence; the first under the name that any run would give it.
         path = write_evidence(out if number == 1 else out / f"repetition-{number}", evidence)
@@ -176,7 +176,7 @@ def _once(session: LiveSession, cell: PlannedCell, number: int, out: Path, resta
         return Replayed(number, judgement, path)
 
 
-def _forget(session: LiveSession, stack: Stack, restart: bool) -> None:
+def forget(session: LiveSession, stack: Stack, restart: bool) -> None:
     """Make the servers forget what the repetition before left in them. Raises StackError where one does not."""
     if restart:
         session.restart()

@@ -5,8 +5,8 @@ Hypothesis draws, as in a hunt; but nothing is carried out meanwhile, so that wh
 
 from __future__ import annotations
 
+from epd_conformance.drawing import draw
 from epd_conformance.engine import strategies
-from epd_conformance.engine.hunt import draw
 from epd_conformance.engine.plan import Plan
 from epd_conformance.features import Feature
 from epd_conformance.verdict import Mode

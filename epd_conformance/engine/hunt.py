@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
+from epd_conformance.drawing import feed
 from epd_conformance.engine import clock
 from epd_conformance.engine.findings import Finding
 from epd_conformance.engine.plan import OPERATIONS, ItemSpec, Plan
@@ -86,7 +86,7 @@ def hunt(
     for number, strategy in enumerate(strategies.values()):
         share = (examples + number) // len(strategies)
         if share and not stop(done):
-            _drawn(strategy, share, random_seed + number, database)(take)
+            feed(strategy, share, random_seed + number, take, database)
     done.seconds = clock.real() - began
     if shrink:
         began = clock.real()
@@ -94,36 +94,6 @@ def hunt(
             shrink_catch(catch, carry)
         done.shrink_seconds = clock.real() - began
     return done
-
-
-def _drawn(
-    strategy: st.SearchStrategy[Plan], examples: int, random_seed: int, database: Any
-) -> Callable[[Callable[[Plan], None]], None]:
-    """A function that calls another one with that many plans."""
-
-    def run(take: Callable[[Plan], None]) -> None:
-        @settings(
-            max_examples=examples,
-            deadline=None,
-            database=database,
-            phases=(Phase.generate,),
-            suppress_health_check=list(HealthCheck),
-        )
-        @seed(random_seed)
-        @given(strategy)
-        def every(plan: Plan) -> None:
-            take(plan)
-
-        every()
-
-    return run
-
-
-def draw(strategy: st.SearchStrategy[Plan], examples: int, random_seed: int) -> list[Plan]:
-    """As many plans, the same ones for the same seed and version of Hypothesis."""
-    plans: list[Plan] = []
-    _drawn(strategy, examples, random_seed, None)(plans.append)
-    return plans
 
 
 def shrink_catch(catch: Catch, carry: Carry, runs: int = SHRINK_RUNS) -> None:

@@ -30,7 +30,7 @@ from epd_conformance.oracle.transport import Roles
 from epd_conformance.plans.plan import Plan, Request
 from epd_conformance.subject import Subject
 from epd_conformance.topology.spec import Role, Shape, Topology
-from epd_conformance.topology.stack import AnySite, Stack, StackSpec
+from epd_conformance.topology.stack import AnySite, Server, Stack, StackSpec
 from epd_conformance.verdict import Owner
 
 
@@ -124,18 +124,30 @@ class LiveSession:
         return self._stage
 
     def _replace_dead(self, stage: Stage) -> None:
-        """Boot the stack under test again where a cell has killed a server: the next cell must not pay for it.
+        """Start servers again that a cell has killed: the next cell must not pay for it.
 
-        Raises StackError, once, for a death that no cell has reported: it happened between two cells, and must show.
+        The stack under test is booted again as a whole where a proxy has ended, where the servers are somebody else's, and
+        where those that ended do not come up beside the others. Raises StackError, once, for a death that no cell has
+        reported: it happened between two cells, and must show.
         """
         dead = stage.stack.dead()
         if not dead:
             return
         unreported = [process for process in dead if process.pid not in stage.reported]
+        servers = [server for server in stage.stack.servers if server.process in dead]
         self.say(f"starting {stage.topology.name} again: {', '.join(process.name for process in dead)} ended")
-        self._boot_again(stage)
+        if len(servers) < len(dead) or not self._restarted(stage, servers):
+            self._boot_again(stage)
         if unreported:
             raise StackError("between two cells " + unreported[0].obituary())
+
+    def _restarted(self, stage: Stage, servers: Sequence[Server]) -> bool:
+        try:
+            self.site.restart(stage.stack, servers)
+        except StackError as error:
+            self.say(f"{stage.topology.name} as a whole: {error}")
+            return False
+        return True
 
     def _boot_again(self, stage: Stage) -> None:
         try:

@@ -44,12 +44,12 @@ def scripted(cell: CellEvidence) -> Judgement:
     judged = [index for index, position in enumerate(sends) if cell.plan.steps[position]["how"] != "unjudged"]
     found = worst(
         wrong_digest(cell, [proofs[index] for index in judged]),
-        *(_answer(cell, index, proofs[index]) for index in judged),
+        *(_answer(cell, index, sends[index], proofs[index]) for index in judged),
         *(_way(cell, position, proof) for position, proof in zip(sends, proofs, strict=True)),
         *(_not_met(proof) for index, proof in enumerate(proofs) if index not in judged),
         went_on(cell),
         _not_done(cell),
-        unproven([], [kvs[index] for index in judged]),
+        unproven([], [kvs[index] for index in judged if cell.answers[index].status == 200]),
         no_power(cell),
     )
     script = ", ".join(_words(step) for step in cell.plan.steps)
@@ -57,7 +57,10 @@ def scripted(cell: CellEvidence) -> Judgement:
     return replace(verdict, evidence=counted(proofs, kvs))
 
 
-def _answer(cell: CellEvidence, index: int, proof: Transport) -> Judgement | None:
+def _answer(cell: CellEvidence, index: int, position: int, proof: Transport) -> Judgement | None:
+    # To fail is to be told so: a client that waits for ever, or whose connection breaks, has no answer.
+    if cell.plan.steps[position]["how"] == "contained" and cell.answers[index].status >= 400:
+        return None
     return (
         bad_status(cell, index)
         or comparable(cell, index)
@@ -68,7 +71,7 @@ def _answer(cell: CellEvidence, index: int, proof: Transport) -> Judgement | Non
 def _way(cell: CellEvidence, position: int, proof: Transport) -> Judgement | None:
     """Whether the items of a request came to the consumer as its step says."""
     how = cell.plan.steps[position]["how"]
-    if how in ("any", "unjudged"):
+    if how in ("any", "contained", "unjudged"):
         return None
     if not proof.items:
         return inconclusive(

@@ -11,9 +11,10 @@ from typing import Any
 #: Step -> its fields and their values; an empty tuple: any text.
 STEPS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     # The next request goes to the stack as clients send it, or past the encode servers. `how` is how its items must come to the
-    # consumer: loaded by this request; saved anew since the step before and loaded; or as may be. `unjudged`: nothing is asked
-    # of the answer, since a fault of somebody else's is in force.
-    "send": {"way": ("proxy", "past-encode"), "how": ("loaded", "saved", "any", "unjudged")},
+    # consumer: loaded by this request; saved anew since the step before and loaded; or as may be. `contained`: as may be, and the
+    # request may fail alone, since an object of its items is damaged. `unjudged`: nothing is asked of the answer, since a fault
+    # of somebody else's is in force.
+    "send": {"way": ("proxy", "past-encode"), "how": ("loaded", "saved", "any", "contained", "unjudged")},
     # An encode server saves the next request's item, as the proxy has it done.
     "prime": {},
     # The object that was primed last, or that of the first request, is damaged (`faults.store.FAULTS`), or put back.

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from epd_conformance.live.case import Case, requirement
+from epd_conformance.plans.generated import random_script
 from epd_conformance.plans.plan import Draw, Image, Plan, Request, replace_images
 from epd_conformance.plans.steps import step
 from epd_conformance.pytest_plugin import CellUnderTest
@@ -160,4 +161,9 @@ DAMAGED = Case(
 
 @requirement("EPD-INTEG-014", DAMAGED)
 def test_a_bad_object_is_replaced_by_the_next_primer(cell: CellUnderTest) -> None:
+    cell.check()
+
+
+@requirement("EPD-STALE-011", *(Case(f"drawn-{number}", "scripted", random_script) for number in range(1, 7)))
+def test_anything_may_follow_anything(cell: CellUnderTest) -> None:
     cell.check()

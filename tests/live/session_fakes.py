@@ -83,6 +83,7 @@ class FakeServer:
 
             def log_message(self, *args: Any) -> None: ...
 
+        self.closed = threading.Event()
         self.server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
         self.server.daemon_threads = True
         threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.005}, daemon=True).start()
@@ -102,6 +103,7 @@ class FakeServer:
     def close(self) -> None:
         self.server.shutdown()
         self.server.server_close()
+        self.closed.set()
 
 
 class FakeLauncher:
@@ -149,6 +151,9 @@ class FakeLauncher:
         if fake is not None and process.alive:
             process.status = -15
             fake.close()
+        elif fake is not None:
+            # As of a real one that has ended, its port is free.
+            assert fake.closed.wait(30)
         self.stopped.append(process.name)
 
     def tree(self, process: Process) -> list[int]:

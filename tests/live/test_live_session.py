@@ -305,21 +305,37 @@ def test_a_death_is_reported_by_its_cell_only(scene: Make) -> None:
     assert "by signal 11" in death["text"]
     assert "the log of e-pd.prefill_decode-0" in death["text"]
     assert cut.answers[0].status == 500
-    # The next cell has servers of its own, and nothing to pay for.
+    # The next cell finds it running again, and only that one was started.
+    proxy.status, proxy.requests = 200, []
     after = here.session.run(cell(2))
     assert after.deaths == ()
     assert after.answers[0].status == 200
-    assert stage.stack is not first
+    assert stage.stack is first
+    assert here.launcher.started.count("e-pd.prefill_decode-0") == 2
+    assert here.launcher.started.count("e-pd.encode-0") == 1
     assert (stage.floor, stage.plans) == (floor, plans), "the admitted set stays that of the first boot"
-    assert here.boots == 2
+    assert stage.bypass == stage.stack.of(Role.PREFILL_DECODE)[0].url
+    assert any("starting e-pd again: e-pd.prefill_decode-0 ended" in line for line in here.said)
+    assert here.session.run(cell(3)).deaths == ()
+    assert here.boots == 1
+
+
+def test_where_a_server_does_not_come_up_beside_the_others_all_are_booted_again(scene: Make) -> None:
+    here = scene(cell(1), cell(2))
+    stage = here.session.stage("e-pd")
+    first = stage.stack
+    here.fake("e-pd.proxy").requests = Watched(lambda _: here.fake("e-pd.prefill_decode-0").die(-11))  # type: ignore[assignment]
+    here.session.run(cell(1))
+    here.launcher.refuse = {"e-pd.prefill_decode-0": "stack"}
+    after = here.session.run(cell(2))
+    assert (after.deaths, after.answers[0].status) == ((), 200)
+    assert stage.stack is not first
     assert {name for name in here.running() if name.startswith("e-pd")} == {
         "e-pd-2.encode-0",
         "e-pd-2.prefill_decode-0",
         "e-pd-2.proxy",
     }
     assert stage.bypass == stage.stack.of(Role.PREFILL_DECODE)[0].url
-    assert any("starting e-pd again: e-pd.prefill_decode-0 ended" in line for line in here.said)
-    assert here.session.run(cell(3)).deaths == ()
     assert here.boots == 2
 
 
@@ -341,14 +357,14 @@ def test_a_death_between_two_cells_shows_exactly_once(scene: Make) -> None:
         here.session.stage("e-pd")
     assert here.session.run(cell(2)).answers[0].status == 200
     assert here.session.run(cell(3)).deaths == ()
-    assert here.boots == 2
+    assert here.launcher.started.count("e-pd.encode-0") == 2
 
 
 def test_a_stack_that_does_not_come_back_fails_its_topology_only(scene: Make) -> None:
     here = scene(cell(1), cell(2), cell(3, "aggregated"))
     here.session.run(cell(1))
     here.fake("e-pd.encode-0").die(-9)
-    here.launcher.refuse = {"e-pd-2": "stack"}
+    here.launcher.refuse = {"e-pd.encode-0": "stack", "e-pd-2": "stack"}
     for _ in range(2):
         with pytest.raises(StackError, match="did not come up"):
             here.session.stage("e-pd")

@@ -238,7 +238,8 @@ class Story:
         records: list[dict[str, Any]] = []
         self.facts["steps"] = records
         servers = sorted(self.roles.encode | self.roles.consumers | self.roles.decode)
-        rest, damaged, gone = iter(self.plan.requests), False, False
+        rest, gone = iter(self.plan.requests), False
+        damaged = ""
         for one in self.plan.steps:
             self.now += 0.01
             record: dict[str, Any] = {"do": one["do"], "at": self.now, "done": True, "problem": ""}
@@ -246,11 +247,11 @@ class Story:
                 case {"do": "prime"}:
                     self.prime(self.plan.requests[len(self.answers)], self.next_id())
                 case {"do": "damage"}:
-                    damaged = True
+                    damaged = item_key(self.plan.requests[len(self.answers)].images[0], None)
                     record["receipt"] = {"kind": one["kind"], "before": {"bytes": 6000}, "after": {"bytes": 3000}}
-                    record["receipt"]["key"] = item_key(self.plan.requests[len(self.answers)].images[0], None)
+                    record["receipt"]["key"] = damaged
                 case {"do": "heal"}:
-                    damaged = False
+                    damaged = ""
                 case {"do": "reset"}:
                     record["statuses"] = dict.fromkeys(servers, 200)
                     self.held.clear()
@@ -276,9 +277,10 @@ class Story:
                     request = next(rest)
                     past = one["way"] == "past-encode"
                     direct = past and not self.roles.decode
-                    if not past and item_key(request.images[0], None) not in self.encoder_holds:
-                        damaged = False  # it is encoded and saved once more
-                    self.send(request, direct=direct, past=past, lost=damaged or gone)
+                    keys = [item_key(image, None) for image in request.images]
+                    if not past and damaged in keys and damaged not in self.encoder_holds:
+                        damaged = ""  # it is encoded and saved once more
+                    self.send(request, direct=direct, past=past, lost=gone or damaged in keys)
             record["ended"] = self.now
             records.append(record)
         self._go_on()

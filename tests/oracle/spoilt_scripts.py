@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from made_evidence import digest_of, with_events
+from made_evidence import digest_of, with_answer, with_events
 from spoilt_faults import Spoil, died, fails, key, lost, of, other_ids, says
 
 from epd_conformance.oracle.cell import CellEvidence
@@ -122,6 +122,25 @@ def encoded_by_the_consumer(index: int) -> Callable[[CellEvidence], CellEvidence
     return spoil
 
 
+def contained(index: int, *spoils: Spoil) -> Spoil:
+    """A request is one that may fail alone, and something else is spoilt."""
+
+    def spoil(cell: CellEvidence) -> CellEvidence:
+        sends = [position for position, step in enumerate(cell.plan.steps) if step["do"] == "send"]
+        steps = [dict(step) for step in cell.plan.steps]
+        steps[sends[index]]["how"] = "contained"
+        cell = replace(cell, plan=replace(cell.plan, steps=tuple(steps)))
+        for one in spoils:
+            cell = one(cell)
+        return cell
+
+    return spoil
+
+
+def unanswered(index: int) -> Spoil:
+    return lambda cell: with_answer(cell, index, status=0, ids=(), prompt_ids=())
+
+
 # As in test_judges.NEGATIVE.
 SPOILT_STORIES = [
     (wrong_load, Verdict.FAIL, "digest-differs", "digest", None),
@@ -129,6 +148,10 @@ SPOILT_STORIES = [
     (fails(FIRST), Verdict.FAIL, "request-failed", "status", None),
     (fails(GONE), Verdict.FAIL, "request-failed", "status", None),
     (encoded_by_the_consumer(AGAIN), Verdict.FAIL, "encoded-again", "counters", None),
+    # What may fail alone must do so with a status, or else be answered rightly, with the right rows.
+    (contained(AGAIN, unanswered(AGAIN)), Verdict.FAIL, "request-failed", "status", None),
+    (contained(AGAIN, other_ids(AGAIN)), Verdict.FAIL, "tokens-differ", "tokens", Owner.ENGINE),
+    (contained(AGAIN, wrong_load), Verdict.FAIL, "digest-differs", "digest", None),
     (saved_before_only, Verdict.FAIL, "not-saved-anew", "counters", None),
     (still_held, Verdict.INCONCLUSIVE, "not-loaded", None, None),
     (record(RESTART, done=False, problem="StackError: x"), Verdict.ERROR, "step-not-done", None, None),
@@ -150,3 +173,6 @@ SPOILT_STORIES = [
     (lambda c: replace(c, answers=c.answers[:4]), Verdict.ERROR, "incomplete-evidence", None, None),
 ]
 SPOILT = [("scripted", topology, *row) for topology in ("e-pd", "e-p-d") for row in SPOILT_STORIES]
+
+#: What a request that may fail alone may also do.
+ALLOWED = [contained(AGAIN), contained(AGAIN, fails(AGAIN)), contained(AGAIN, encoded_by_the_consumer(AGAIN))]

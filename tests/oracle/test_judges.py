@@ -28,6 +28,7 @@ from made_evidence import (
 from made_proxied import EXCHANGED
 from spoilt_faults import SPOILT as SPOILT_FAULTS
 from spoilt_proxied import SPOILT as SPOILT_PROXIED
+from spoilt_scripts import ALLOWED as ALLOWED_SCRIPTS
 from spoilt_scripts import SPOILT as SPOILT_SCRIPTS
 
 from epd_conformance.oracle import judges
@@ -643,6 +644,13 @@ def test_a_spoilt_story_is_named(
     assert (found.verdict, found.reason, found.rung, found.blame) == (verdict, reason, rung, blame), found.observed
     # A person must be able to see from the text alone what was there.
     assert found.observed
+
+
+@pytest.mark.parametrize("topology", ["e-pd", "e-p-d"])
+@pytest.mark.parametrize("change", ALLOWED_SCRIPTS)
+def test_a_request_with_a_damaged_item_may_be_answered_or_fail(topology: str, change: Spoil) -> None:
+    found = judge(change(passing("scripted", topology)))
+    assert (found.verdict, found.observed) == (Verdict.PASS, "so it was")
 
 
 def test_every_reason_has_a_control() -> None:
