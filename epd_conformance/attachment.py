@@ -204,6 +204,18 @@ _NEEDS: dict[str, tuple[Need, ...]] = {
     "recomputed": (Need.SERVERS, Need.STORE, Need.JOURNAL),
     "fails-alone": (Need.SERVERS, Need.STORE, Need.JOURNAL),
     "contained": (Need.SERVERS, Need.STORE, Need.JOURNAL),
+    "as-direct": (),
+    "refused": (),
+    "not-begun": (),
+    "passed-on": (),
+    "order": (),
+    "kept-apart": (),
+    "prompt-tokens": (),
+    "media-only": (),
+    "encoding-options": (),
+    "one-id": (),
+    "one-token": (Need.SERVERS,),
+    "work-ends": (Need.SERVERS,),
 }
 
 

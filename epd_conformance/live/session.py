@@ -17,7 +17,7 @@ from typing import Any
 import requests
 
 from epd_conformance.errors import StackError
-from epd_conformance.live import baseline, client, faulting, http, scripted
+from epd_conformance.live import baseline, client, faulting, http, proxied, scripted
 from epd_conformance.live.baseline import Baselines
 from epd_conformance.live.case import Case, plan_of
 from epd_conformance.live.layout import Layout, cell_path
@@ -56,6 +56,8 @@ class Stage:
     floor: NoiseFloor
     bypass: str
     """Where a request goes that shall not be primed: the consumer itself, or a proxy without encode servers."""
+    direct: str
+    """The aggregated server of the baseline, which stays while the cells run."""
     reported: set[int] = field(default_factory=set)
     """Pids of dead servers that a cell's evidence names."""
 
@@ -207,7 +209,7 @@ class LiveSession:
         floor = asked.floor()
         self.say(f"{topology.name}: {floor.words()}")
         self.on_floor(asked)
-        return Stage(topology, subject_spec, stack, baselines, plans, floor, self._bypass(stack))
+        return Stage(topology, subject_spec, stack, baselines, plans, floor, self._bypass(stack), aggregated.base_url)
 
     def _settle(self, plans: dict[str, Plan], aggregated: Stack, block: int) -> dict[str, Plan]:
         """Move every prompt off the lengths that the KV connector cannot serve; those have cells of their own."""
@@ -217,7 +219,8 @@ class LiveSession:
                 aggregated.base_url,
                 request,
                 uuid.uuid4().hex,
-                overrides={"max_tokens": 1, "stream": False},
+                # Of one choice: the prompt is the same, whatever limits and choices a request has.
+                overrides={"max_tokens": 1, "stream": False, "n": 1, "min_tokens": None, "max_completion_tokens": None},
                 model=aggregated.served_name,
             )
 
@@ -345,6 +348,9 @@ class Runner:
                 time.sleep(0.1)
 
     def _through_proxy(self) -> None:
+        if self.plan.at_once:
+            proxied.at_once(self)
+            return
         for request in self.plan.requests:
             self.send(self.stack.base_url, request)
 
@@ -374,6 +380,28 @@ class Runner:
 
     def _scripted(self) -> None:
         scripted.scripted(self)
+
+    def _as_direct(self) -> None:
+        # Twice, so that what is not the same twice is held against nobody.
+        proxied.asked(self, directly=2)
+
+    def _refused(self) -> None:
+        proxied.asked(self, directly=1)
+
+    def _not_begun(self) -> None:
+        proxied.asked(self, directly=1)
+
+    def _passed_on(self) -> None:
+        proxied.passed_on(self)
+
+    def _one_token(self) -> None:
+        proxied.one_token(self)
+
+    def _one_id(self) -> None:
+        proxied.identified(self)
+
+    def _work_ends(self) -> None:
+        proxied.work_ends(self)
 
     def _stage_error(self) -> None:
         """Ask for a model that no server has: the first stage that a request meets answers 404."""

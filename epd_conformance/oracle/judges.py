@@ -6,7 +6,7 @@ import json
 from collections import Counter
 from dataclasses import replace
 
-from epd_conformance.oracle import fault_judges, script_judges
+from epd_conformance.oracle import fault_judges, proxy_judges, script_judges
 from epd_conformance.oracle.cell import CellEvidence, Judge, Judgement
 from epd_conformance.oracle.rungs import (
     bad_status,
@@ -70,6 +70,8 @@ def _killer(cell: CellEvidence, name: str) -> Owner:
 _LEAST = {"warm": 2, "both": 2, "constructed": 0, "encode-only": 0}
 # The first, the twin, the victim and a fresh one; the harmless, the baited and the hostile one.
 _LEAST |= {"recomputed": 4, "contained": 4, "fails-alone": 4, "confined": 3}
+# These keep what came back in the facts.
+_LEAST |= dict.fromkeys(("as-direct", "refused", "not-begun", "passed-on", "one-token", "one-id", "work-ends"), 0)
 
 
 def _incomplete(cell: CellEvidence) -> Judgement | None:
@@ -510,4 +512,16 @@ JUDGES: dict[str, Judge] = {
     "scripted": script_judges.scripted,
     "contained": fault_judges.contained,
     "confined": fault_judges.confined,
+    "as-direct": proxy_judges.as_direct,
+    "refused": proxy_judges.refused,
+    "not-begun": proxy_judges.not_begun,
+    "passed-on": proxy_judges.passed_on,
+    "order": proxy_judges.order,
+    "prompt-tokens": proxy_judges.prompt_tokens,
+    "kept-apart": proxy_judges.kept_apart,
+    "media-only": proxy_judges.media_only,
+    "encoding-options": proxy_judges.encoding_options,
+    "one-token": proxy_judges.one_token,
+    "one-id": proxy_judges.one_id,
+    "work-ends": proxy_judges.work_ends,
 }

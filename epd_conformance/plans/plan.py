@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from epd_conformance.errors import UsageError
@@ -79,13 +79,17 @@ class Message:
 
 @dataclass(frozen=True)
 class Request:
-    """One request. `label` names it within its plan; `salt` is a `cache_salt`, so that no prefix cache answers for it."""
+    """One request. `label` names it within its plan; `salt` is a `cache_salt`, so that no prefix cache answers for it.
+
+    `options`: fields of the body beside, or in the place of, those that each request has; None leaves one out.
+    """
 
     label: str
     messages: tuple[Message, ...]
     max_tokens: int = TOKENS
     stream: bool = False
     salt: str | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
 
     def body(self, served_name: str, salt: str | None = None) -> dict[str, Any]:
         """The JSON of `/v1/chat/completions`. Temperature 0, ids instead of text, and log-probabilities for the margin."""
@@ -114,7 +118,8 @@ class Request:
         chosen = salt if salt is not None else self.salt
         if chosen is not None:
             body["cache_salt"] = chosen
-        return body
+        body |= self.options
+        return {name: value for name, value in body.items() if value is not None}
 
     @property
     def images(self) -> list[ImageSpec]:
@@ -131,6 +136,7 @@ class Request:
         content = {
             "messages": [message.to_json() for message in self.messages],
             "max_tokens": self.max_tokens,
+            **({"options": dict(self.options)} if self.options else {}),
         }
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
@@ -141,6 +147,7 @@ class Request:
             "max_tokens": self.max_tokens,
             "stream": self.stream,
             "salt": self.salt,
+            **({"options": dict(self.options)} if self.options else {}),
         }
 
     @classmethod
@@ -154,6 +161,7 @@ class Request:
             max_tokens=data["max_tokens"],
             stream=data["stream"],
             salt=data["salt"],
+            options=data.get("options", {}),
         )
 
 
@@ -171,7 +179,7 @@ class Plan:
     number of requests: where the baseline answers both alike, the case has no power. `fault` is the kind of damage that is
     done to the stored object of the victim's item, the third request's (`faults.store.FAULTS`). `metadata_only`: twin and
     victim reach the consumer with what the encode server said about their items in place of the media. `steps`: what a scripted
-    cell does, in order (`plans.steps`); other cells have none.
+    cell does, in order (`plans.steps`); other cells have none. `at_once`: the requests are sent side by side.
     """
 
     requests: tuple[Request, ...]
@@ -179,6 +187,7 @@ class Plan:
     fault: str | None = None
     metadata_only: bool = False
     steps: tuple[Mapping[str, str], ...] = ()
+    at_once: bool = False
 
     @property
     def primed(self) -> frozenset[int]:
@@ -199,6 +208,7 @@ class Plan:
             "fault": self.fault,
             "metadata_only": self.metadata_only,
             "steps": [dict(step) for step in self.steps],
+            **({"at_once": True} if self.at_once else {}),
         }
 
     @classmethod
@@ -211,6 +221,7 @@ class Plan:
             data["fault"],
             data["metadata_only"],
             tuple(data["steps"]),
+            data.get("at_once", False),
         )
 
 

@@ -604,7 +604,8 @@ class _Check:
                 if answer.started < turn - CLOCK_SLACK_S or answer.started + answer.seconds > ended + CLOCK_SLACK_S:
                     outside = f"before that to {after} had come" if after else "outside of the time of the run"
                     self._say(Kind.EVIDENCE, cell.cell, f"request {answer.label!r} was sent {outside}")
-                previous[cell.topology] = (cell.cell, answer.started + answer.seconds)
+                if not cell.plan.at_once:
+                    previous[cell.topology] = (cell.cell, answer.started + answer.seconds)
                 # What is primed by hand is sent when its object is ready.
                 primed = index in cell.plan.primed
                 if any(
@@ -614,6 +615,9 @@ class _Check:
                     if _names(event, answer.request_id)
                 ):
                     self._say(Kind.EVIDENCE, cell.cell, f"request {answer.label!r} is in a journal before it was sent")
+            if cell.plan.at_once and cell.answers:
+                ends = max(answer.started + answer.seconds for answer in cell.answers)
+                previous[cell.topology] = (cell.cell, ends)
 
     # -- journals and baselines --------------------------------------------------------------------------------------
 

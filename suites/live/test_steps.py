@@ -1,4 +1,4 @@
-"""Areas ERR, STALE: what servers answer after restarts, resets and purges, and while their store is full or gone."""
+"""Areas ERR, INTEG, STALE: what servers answer after restarts, resets and purges, and while their store is full or gone."""
 
 from __future__ import annotations
 
@@ -140,6 +140,27 @@ def test_the_processor_cache_may_be_reset(cell: CellUnderTest) -> None:
     ),
 )
 def test_a_store_may_go_and_come_back(cell: CellUnderTest) -> None:
+    cell.check()
+
+
+# The engine still holds the item on both sides after it was damaged: it is made to forget it, so that the producer is asked.
+DAMAGED = Case(
+    "primed-again",
+    "scripted",
+    script(
+        send("loaded"),
+        step("damage", kind="flipped-bit"),
+        step("reset", cache="encoder"),
+        send("unjudged", "past-encode"),
+        step("reset", cache="encoder"),
+        send("loaded"),
+        items="aaa",
+    ),
+)
+
+
+@requirement("EPD-INTEG-014", DAMAGED)
+def test_a_bad_object_is_replaced_by_the_next_primer(cell: CellUnderTest) -> None:
     cell.check()
 
 

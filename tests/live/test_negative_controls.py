@@ -159,12 +159,3 @@ def test_a_server_that_dies_fails_names_itself_and_condemns_nobody_else(tmp_path
     assert result["report"]["outcome"] == "nonconformant"
     assert result["report"]["engineOutcome"] != "nonconformant"
     assert result["report"]["proxyOutcome"] != "nonconformant"
-
-
-def test_proxy_that_primes_twice_or_sends_text_to_the_encoder_fails(tmp_path: Path) -> None:
-    primed = cell("EPD-PROXY-002", "e-pd", "img3")
-    text = cell("EPD-PROXY-001", "e-pd", "text")
-    result = run(tmp_path / "twice", "e-pd", [primed], plant=["--stages", "PrimesTwice"])
-    assert verdict(result, primed) == ("fail", "not-primed-once")
-    result = run(tmp_path / "text", "e-pd", [text], plant=["--stages", "TouchesEncoder"])
-    assert verdict(result, text) == ("fail", "encoder-touched")

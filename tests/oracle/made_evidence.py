@@ -278,6 +278,8 @@ class Story:
                     past = one["way"] == "past-encode"
                     direct = past and not self.roles.decode
                     keys = [item_key(image, None) for image in request.images]
+                    if not past and damaged in keys and damaged not in self.encoder_holds:
+                        damaged = ""  # it is encoded and saved once more
                     self.send(request, direct=direct, past=past, lost=gone or damaged in keys)
             record["ended"] = self.now
             records.append(record)
@@ -380,7 +382,14 @@ def _plan(judge: str, images: int) -> Plan:
 
 def passing(judge: str, topology: str = "", *, images: int = 2, prompt: int = PROMPT, owner: str = "") -> CellEvidence:
     """Evidence of a cell that went well."""
-    topology = topology or {"both": "aggregated", "kv-taken": "e-p-d"}.get(judge, "e-pd")
+    import made_proxied  # it tells its stories with what stands here
+
+    topology = topology or {"both": "aggregated", "kv-taken": "e-p-d", "one-token": "e-p-d"}.get(judge, "e-pd")
+    if judge in (*made_proxied.EXCHANGED, *made_proxied.ANSWERED):
+        plan = made_proxied.plan(judge, images)
+        story = Story(judge, topology, plan, owner=Owner(owner or "proxy"), prompt=prompt)
+        made_proxied.carry(story, judge)
+        return story.evidence()
     story = Story(
         judge, topology, _plan(judge, images), owner=Owner(owner) if owner else Owner.CONNECTOR, prompt=prompt
     )
@@ -501,6 +510,9 @@ NOTICED: dict[str, tuple[str, ...]] = {
     "contained": ("id", "digest", "removed", "encode", "status", "refused", "kv"),
     "confined": ("digest", "removed", "encode", "status", "refused"),
     "scripted": ("id", "digest", "removed", "encode", "status", "kv"),
+    "kept-apart": ("id", "status"),
+    **dict.fromkeys(("order", "prompt-tokens", "media-only", "encoding-options"), ("status",)),
+    **dict.fromkeys(("as-direct", "refused", "not-begun", "passed-on", "one-token", "one-id", "work-ends"), ()),
 }
 # By judge and request, what of this may be otherwise: nobody loads a victim's object, and it may be refused where that is
 # said; what becomes of a hostile uuid is not asked, only where.
@@ -519,6 +531,9 @@ MAY: dict[str, dict[str, tuple[str, ...]]] = {
 
 def tampered(cell: CellEvidence) -> Iterator[tuple[str, CellEvidence]]:
     """Every single change of the kinds that the cell's judge must notice, named."""
+
+    if not NOTICED[cell.judge]:
+        return
 
     def noticed(kind: str, label: str | None) -> bool:
         return kind in NOTICED[cell.judge] and kind not in MAY.get(cell.judge, {}).get(label or "", ())

@@ -25,7 +25,9 @@ from made_evidence import (
     with_events,
     without,
 )
+from made_proxied import EXCHANGED
 from spoilt_faults import SPOILT as SPOILT_FAULTS
+from spoilt_proxied import SPOILT as SPOILT_PROXIED
 from spoilt_scripts import ALLOWED as ALLOWED_SCRIPTS
 from spoilt_scripts import SPOILT as SPOILT_SCRIPTS
 
@@ -38,7 +40,13 @@ from epd_conformance.verdict import Owner, Verdict
 
 Spoil = Callable[[CellEvidence], CellEvidence]
 
-TOPOLOGIES = {"both": ("aggregated",), "kv-taken": ("e-p-d",)}
+TOPOLOGIES = {
+    "both": ("aggregated",),
+    "kv-taken": ("e-p-d",),
+    "one-token": ("e-p-d",),
+    # Prefix caches are off where there is a KV connector.
+    "encoding-options": ("e-pd",),
+}
 STORIES = [(name, topology) for name in JUDGES for topology in TOPOLOGIES.get(name, ("e-pd", "e-p-d"))]
 
 
@@ -325,7 +333,18 @@ def wrong_form(cell: CellEvidence) -> CellEvidence:
     return edited(cell, {"dtype": "bfloat16"}, **first_load(cell))
 
 
-ALL_EXACT = ("equality", "text-only", "warm", "miss", "both", "recomputed", "contained", "fails-alone", "scripted")
+ALL_EXACT = (
+    "equality",
+    "text-only",
+    "warm",
+    "miss",
+    "both",
+    "recomputed",
+    "contained",
+    "fails-alone",
+    "scripted",
+    "order",
+)
 
 # (judge, topology, what is spoilt, verdict, reason, rung, whom it points at besides the owner)
 NEGATIVE: list[tuple[str, str, Spoil, Verdict, str, str | None, Owner | None]] = [
@@ -593,13 +612,14 @@ NEGATIVE: list[tuple[str, str, Spoil, Verdict, str, str | None, Owner | None]] =
     *[(name, "", lambda c: with_answer(c, status=500), Verdict.FAIL, "request-failed", "status", None)
       for name in JUDGES
       if name not in ("stage-error", "constructed", "encode-only", "recomputed", "contained", "fails-alone", "confined",
-                      "scripted")],
+                      "scripted", *EXCHANGED)],
     *[(name, "", contrast_alike, Verdict.INCONCLUSIVE, "no power", None, None) for name in ALL_EXACT],
     *[(name, "", contrast_failed, Verdict.ERROR, "no-contrast", None, None) for name in ALL_EXACT],
     *[(name, "", contrast_never_asked, Verdict.ERROR, "no-contrast", None, None) for name in ALL_EXACT],
     *[(name, "", not_one_contrast, Verdict.ERROR, "no-contrast", None, None) for name in ALL_EXACT],
     *SPOILT_FAULTS,
     *SPOILT_SCRIPTS,
+    *SPOILT_PROXIED,
 ]  # fmt: skip
 
 
@@ -635,9 +655,9 @@ def test_a_request_with_a_damaged_item_may_be_answered_or_fail(topology: str, ch
 
 def test_every_reason_has_a_control() -> None:
     folder = Path(judges.__file__).parent
-    names = ("judges.py", "fault_judges.py", "script_judges.py", "rungs.py", "transport.py")
+    names = ("judges.py", "fault_judges.py", "script_judges.py", "proxy_judges.py", "rungs.py", "transport.py")
     source = "".join((folder / name).read_text(encoding="utf-8") for name in names)
-    words = set(re.findall(r'(?:reason=|inconclusive\(\s*)"([a-z -]+)"', source))
+    words = set(re.findall(r'(?:reason=|inconclusive\(\s*|_fail\(\s*)"([a-z -]+)"', source))
     words |= set(re.findall(r'"([a-z]+(?:-[a-z]+)+): ', source))
     shown = {reason for *_, reason, _, _ in NEGATIVE}
     # Conditional expressions and a detail of the transport's own tests.

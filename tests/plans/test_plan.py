@@ -68,6 +68,16 @@ def test_a_uuid_and_a_salt_survive_json() -> None:
     assert Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
 
 
+def test_options_and_requests_at_once_survive_json() -> None:
+    request = replace(drawn(0, "x").requests[0], options={"n": 2, "stop": ["e"], "logprobs": None})
+    plan = Plan((request,), at_once=True)
+    assert Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
+    # A plan without them is written as it was before there were any.
+    plain = json.dumps(drawn(0, "x").to_json())
+    assert "options" not in plain
+    assert "at_once" not in plain
+
+
 def test_another_schema_is_refused() -> None:
     with pytest.raises(ValueError, match="not a plan"):
         Plan.from_json({"schema": "epd-conformance/plan/v2", "requests": [], "contrasts": []})
@@ -90,6 +100,7 @@ class TestDigest:
         named = replace(parts[1], uuid="u")
         others = [
             replace(self.request, max_tokens=3),
+            replace(self.request, options={"n": 2}),
             lengthen(self.request),
             swap_images(self.request, [1, 0], "r"),
             replace(self.request, messages=(Message("user", (parts[0], named, *parts[2:])),)),
@@ -112,6 +123,12 @@ class TestBody:
         assert body["top_logprobs"] == 2
         assert body["stream"] is False
         assert "cache_salt" not in body
+
+    def test_options_stand_in_the_place_of_other_fields(self) -> None:
+        request = replace(drawn(0, "x").requests[0], options={"temperature": 1, "n": 2, "logprobs": None})
+        body = request.body("m", "salt")
+        assert (body["temperature"], body["n"], body["cache_salt"]) == (1, 2, "salt")
+        assert "logprobs" not in body
 
     def test_a_salt_that_is_given_wins(self) -> None:
         request = replace(drawn(0, "x").requests[0], salt="own")

@@ -17,6 +17,7 @@ from typing import Any
 # The stories of single cells; test folders are no packages.
 sys.path.insert(0, str(Path(__file__).parents[1] / "oracle"))
 
+import made_proxied
 from made_evidence import Story, digest_of, good_answer
 
 from epd_conformance.live.case import Case, plan_of
@@ -194,6 +195,8 @@ class MadeRun:
             story.scripted()
         elif case.judge == "confined":
             story.confined()
+        elif case.judge in (*made_proxied.EXCHANGED, *made_proxied.ANSWERED):
+            made_proxied.carry(story, case.judge)
         elif case.judge == "miss":
             story.send(requests[0], primed=False, direct=not layout.topology.has_kv)
         else:

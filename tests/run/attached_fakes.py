@@ -31,15 +31,37 @@ def images(body: Body) -> int:
 
 
 def completion(body: Body) -> dict[str, Any]:
-    """An answer whose ids depend on the messages only."""
+    """An answer whose ids, of prompt and output, depend on the messages only."""
     seed = hashlib.sha256(json.dumps(body["messages"]).encode()).digest()
-    ids = list(seed[: min(body["max_tokens"], 12)])
-    content = [{"logprob": -0.5, "top_logprobs": [{"logprob": -0.5}, {"logprob": -2.0}]} for _ in ids]
-    choice = {"token_ids": ids, "finish_reason": "length", "logprobs": {"content": content}}
-    return {"prompt_token_ids": PROMPT, "choices": [choice], "usage": {"completion_tokens": 0}}
+    ids = list(seed[: min(body.get("max_tokens") or 12, 12)])
+    logprob = {"token": "t", "logprob": -0.5}
+    content = [{**logprob, "top_logprobs": [logprob, {"token": "u", "logprob": -2.0}]} for _ in ids]
+    choice = {
+        "token_ids": ids,
+        "finish_reason": "length",
+        "logprobs": {"content": content},
+        "message": {"content": "t"},
+    }
+    return {
+        "id": "chatcmpl-made",
+        "prompt_token_ids": [*seed[:8], *PROMPT[8:]],
+        "choices": [{**choice, "index": index} for index in range(body.get("n") or 1)],
+        "usage": {"prompt_tokens": len(PROMPT), "completion_tokens": 0},
+    }
+
+
+def refusal(body: Body) -> str | None:
+    """Why a server refuses a request; None where it takes it."""
+    text = json.dumps(body["messages"])
+    if text.count("too long") > 1000:
+        return "the prompt is too long"
+    if "base64,bm8g" in text:
+        return "no picture"
+    return "too cold" if body["temperature"] < 0 else None
 
 
 def stream(answer: Mapping[str, Any]) -> bytes:
+    answer = {**answer, "choices": [{**choice, "delta": choice["message"]} for choice in answer["choices"]]}
     return f"data: {json.dumps(answer)}\n\ndata: [DONE]\n\n".encode()
 
 
@@ -73,17 +95,24 @@ class Fake:
 
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or b"{}")
+                if self.path == "/tokenize":
+                    return self.answer(200, b'{"count": 2, "tokens": [1, 2]}')
                 if self.path != "/v1/chat/completions":
                     return self.answer(200 if resets else 404, b"{}")
                 fake.bodies.append(body)
                 if body["model"] != MODEL:
                     error = unknown(body, self.headers["X-Request-Id"])
                     return self.answer(404, json.dumps({"error": error}).encode())
+                if (why := refusal(body)) is not None:
+                    return self.answer(400, json.dumps({"error": {"message": why}}).encode())
                 answer = changed(body, completion(body))
-                return self.answer(200, stream(answer) if body["stream"] else json.dumps(answer).encode())
+                if body["stream"]:
+                    return self.answer(200, stream(answer), "text/event-stream")
+                return self.answer(200, json.dumps(answer).encode())
 
-            def answer(self, status: int, data: bytes) -> None:
+            def answer(self, status: int, data: bytes, kind: str = "application/json") -> None:
                 self.send_response(status)
+                self.send_header("Content-Type", kind)
                 self.send_header("Content-Length", str(len(data)))
                 self.end_headers()
                 self.wfile.write(data)

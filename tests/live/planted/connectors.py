@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from epd_conformance.connectors.verified_store import VerifiedStoreConnector
@@ -76,3 +77,11 @@ class RaisingConnector(VerifiedStoreConnector):
     def start_load_caches(self, encoder_cache: Any, **kwargs: Any) -> None:
         if self._get_connector_metadata().loads:
             raise RuntimeError("planted: the load fails")
+
+
+class ForgetfulConnector(VerifiedStoreConnector):
+    """Publishes nothing again while a file `forgetful` lies beside its store."""
+
+    def start_save_caches(self, **kwargs: Any) -> None:
+        if not Path(self._config.root).with_name("forgetful").exists():
+            super().start_save_caches(**kwargs)

@@ -39,27 +39,6 @@ class SwapsImages(Stages):
         call.body = body
 
 
-class PrimesTwice(Stages):
-    """Primes every item two times."""
-
-    async def encode(self, call: Any, items: Any) -> None:
-        await super().encode(call, items)
-        await super().encode(call, items)
-
-
-class TouchesEncoder(Stages):
-    """Sends text to an encode server as well."""
-
-    async def decode(self, call: Any, prefill_response: Any) -> Any:
-        from epd_conformance.proxy.upstreams import Leg
-
-        leg = call.leg(Leg("encode", self.upstreams.next_url("encode"), f"{call.request_id}-e0"))
-        answer = await self.upstreams.post(leg, {**call.body, "stream": False, "max_tokens": 1}, call.headers)
-        await answer.read()
-        answer.close()
-        return await super().decode(call, prefill_response)
-
-
 class EmptiesKV(Stages):
     """Removes all stored KV between prefill and decode."""
 

@@ -42,6 +42,10 @@ class Raising(_Planted):
     connector = "RaisingConnector"
 
 
+class Forgetful(_Planted):
+    connector = "ForgetfulConnector"
+
+
 class NoSuchModule(_Planted):
     connector = "AnyConnector"
 
