@@ -5,10 +5,11 @@ Nothing is carried out while Hypothesis draws, so that whoever checks a run can 
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import HealthCheck, Phase, configuration, given, seed, settings
 from hypothesis import strategies as st
 
 T = TypeVar("T")
@@ -31,7 +32,13 @@ def feed(
     def every(value: T) -> None:
         take(value)
 
-    every()
+    # Hypothesis keeps what it reads in the sources; not in the folder from which somebody runs us.
+    with tempfile.TemporaryDirectory() as folder:
+        configuration.set_hypothesis_home_dir(folder)
+        try:
+            every()
+        finally:
+            configuration.set_hypothesis_home_dir(None)
 
 
 def draw(strategy: st.SearchStrategy[T], examples: int, random_seed: int) -> list[T]:

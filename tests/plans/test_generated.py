@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -102,6 +105,12 @@ def test_the_same_cell_draws_the_same_script_and_another_one_another() -> None:
     shapes = {tuple(words(one)) for one in made}
     assert len(shapes) == len(made)
     assert all(any(step["do"] == "damage" for step in one.steps) for one in made), "each does damage"
+
+
+def test_nothing_is_left_where_scripts_are_drawn(tmp_path: Path) -> None:
+    code = "from epd_conformance.plans.generated import random_script as r, Draw; r(Draw(0, 'x'))"
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, timeout=300)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_every_kind_of_operation_comes_up() -> None:
