@@ -161,13 +161,13 @@ def _shrink(session: LiveSession, cell: PlannedCell, catch: Catch, say: Callable
     """Take operations out as long as the script fails for the same reason; the evidence becomes that of the smallest."""
     stage = session.stage(cell.topology)
     whole = stage.plans[cell.id]
-    position = len(catch.operations) - 1
-    while position >= 0 and catch.attempts < ATTEMPTS:
+    for position in reversed(range(len(catch.operations))):
+        if catch.attempts >= ATTEMPTS:
+            break
         shorter = [*catch.operations[:position], *catch.operations[position + 1 :]]
         catch.attempts += 1
         plan = _as_settled(_plan(cell, session.seed, shorter), whole)
         if plan is None:
-            position -= 1
             continue
         stage.plans[cell.id] = plan
         try:
@@ -177,13 +177,11 @@ def _shrink(session: LiveSession, cell: PlannedCell, catch: Catch, say: Callable
             evidence = session.run(cell)
         except StackError as error:
             say(f"an attempt at a smaller script broke off: {error}")
-            position -= 1
             continue
         judgement = judges.judge(evidence)
         if (judgement.verdict, judgement.reason) == (Verdict.FAIL, catch.judgement.reason):
             catch.operations, catch.judgement = shorter, judgement
             write_evidence(session.folder, evidence)
-        position -= 1
     say(f"{catch.judgement.reason}: {catch.words or 'nothing but the first and the last request'}")
 
 
