@@ -11,22 +11,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm_or_skip import import_vllm_or_skip
 
-
-def _import_vllm() -> str | None:
-    """Why vLLM cannot be imported here, or None. A broken torchvision gives other errors than ImportError."""
-    try:
-        from epd_conformance.runtime import repairs
-
-        repairs.install()
-        import vllm.distributed.ec_transfer.ec_connector.base  # noqa: F401
-    except Exception as error:
-        return f"vLLM cannot be imported: {error!r}"
-    return None
-
-
-if reason := _import_vllm():
-    pytest.skip(reason, allow_module_level=True)
+import_vllm_or_skip()
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram  # noqa: E402
 
