@@ -218,7 +218,8 @@ SPOILT: list[tuple[str, str, Spoil, Verdict, str, str | None, Owner | None]] = [
     ("one-id", "e-pd", no_consumer, OPEN, "not-journalled", None, None),
     ("work-ends", "e-pd", left(idle_s=None), FAIL, "works-for-nobody", "residue", None),
     ("work-ends", "e-pd", left(working=False), OPEN, "not-exercised", None, None),
-    ("work-ends", "e-pd", left(generated=[1500.0]), OPEN, "not-exercised", None, None),
+    ("work-ends", "e-pd", left(idle_s=7.0, generated=[48000.0]), FAIL, "works-for-nobody", "residue", None),
+    ("work-ends", "e-pd", left(idle_s=3.0, generated=[48000.0]), OPEN, "not-exercised", None, None),
     ("work-ends", "e-pd", left(generated=[None]), OPEN, "not-counted", None, None),
     ("work-ends", "e-pd", fact(left=[]), ERROR, "incomplete-evidence", None, None),
 ]

@@ -206,15 +206,24 @@ class LosesReports(Stages):
 
 
 class SharesTheBody(Stages):
-    """Sends decode the request that came last, if both have two items."""
+    """Sends decode the request that came last, where three with two items are under way."""
+
+    def __init__(self, upstreams: Upstreams) -> None:
+        super().__init__(upstreams)
+        self.pairs: list[Call] = []
 
     async def prefill(self, call: Call) -> dict[str, Any]:
-        self.last = call
+        if len(call.items) == 2:
+            self.pairs.append(call)
         return await super().prefill(call)
 
     async def decode(self, call: Call, prefill_response: dict[str, Any] | None) -> Answer:
-        both = len(call.items) == len(self.last.items) == 2
-        return await super().decode(replace(call, body=self.last.body) if both else call, prefill_response)
+        # Three: other cases send two such requests at once, and fail or not by which of them is first.
+        shared = call in self.pairs and len(self.pairs) > 2
+        try:
+            return await super().decode(replace(call, body=self.pairs[-1].body) if shared else call, prefill_response)
+        finally:
+            self.pairs = [one for one in self.pairs if one is not call]
 
 
 # -- references ------------------------------------------------------------------------------------------------------------------
