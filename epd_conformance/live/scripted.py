@@ -130,7 +130,13 @@ class _Script:
     def _at_once(self, jobs: list[Callable[[], None]], rid: str) -> float | None:
         """Do jobs that each need an encode server, while that of `rid` is held until all have begun; when it was let go."""
         barrier = self._arm("scheduled", req=rid)
-        threads = [threading.Thread(target=job, name="at-once") for job in jobs]
+        begun = [threading.Event() for _ in jobs]
+
+        def begin(job: Callable[[], None], told: threading.Event) -> None:
+            told.set()
+            job()
+
+        threads = [threading.Thread(target=begin, args=pair, name="at-once") for pair in zip(jobs, begun, strict=True)]
         opened = None
         try:
             # The first must be there before the others: else another request would be in the step that is held.
@@ -138,6 +144,8 @@ class _Script:
             if barrier.wait(lambda: not threads[0].is_alive()):
                 for thread in threads[1:]:
                     thread.start()
+                for told in begun:
+                    told.wait()
                 opened = time.time()
         finally:
             barrier.open()

@@ -34,8 +34,9 @@ from epd_conformance.topology.spec import Role, Shape, Topology
 from epd_conformance.topology.stack import AnySite, Stack, StackSpec
 from epd_conformance.verdict import Owner
 
-# Above the prompts of all cells but those about chunks, whose items alone are longer (suites/live/test_windows.py).
-PREFILL_TOKENS = 512
+# Tokens of a step where prompts may be cut: above the prompts of all cells but those about chunks (suites/live/test_windows.py).
+# `--long-prefill-token-threshold` would not do: since vLLM 0.32 a request that is alone takes all it can.
+STEP_TOKENS = 512
 
 
 @dataclass(frozen=True)
@@ -164,7 +165,7 @@ class LiveSession:
     def _boot(self, topology: Topology) -> Stage:
         layout = Layout(topology)
         # The file KV connector stores in a request's first step only, so there a prompt must not be cut.
-        shape = Shape(prefix_caching=not topology.has_kv, prefill_tokens=0 if topology.has_kv else PREFILL_TOKENS)
+        shape = Shape(prefix_caching=False) if topology.has_kv else Shape(max_num_batched_tokens=STEP_TOKENS)
         mine = [cell for cell in self.cells if cell.topology == topology.name]
         plans = {cell.id: plan_of(cell.case, self.seed, cell.id) for cell in mine}
         subject_spec = StackSpec(

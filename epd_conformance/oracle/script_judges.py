@@ -57,7 +57,17 @@ def scripted(cell: CellEvidence) -> Judgement:
     )
     script = ", ".join(_words(step) for step in cell.plan.steps)
     verdict = found or passed(f"right answers, and items where they should come from: {script}", "so it was")
-    return replace(verdict, evidence=counted(proofs, kvs))
+    evidence = counted(proofs, kvs)
+    if any(span is not None for span in spans):
+        # Requests that ran at once share what happened.
+        keys = {item.key for proof in proofs for item in proof.items}
+        evidence = evidence.model_copy(
+            update={
+                name: sum(event["ev"] == kind and event["id"] in keys for event in cell.during)
+                for name, kind in (("saves", "save"), ("loads", "load"), ("local_encodes", "encoded"))
+            }
+        )
+    return replace(verdict, evidence=evidence)
 
 
 def _spans(cell: CellEvidence, sends: list[int]) -> list[tuple[float, float] | None]:
@@ -231,7 +241,7 @@ def _undone(cell: CellEvidence, step: Mapping[str, Any], record: Mapping[str, An
 
 
 def _not_together(cell: CellEvidence, began: float, ended: float) -> str | None:
-    """The requests of a step were all under way at one moment: when the encode server was let go."""
+    """The requests of a step were all under way at one moment, since the encode server was held until they had been sent."""
     mine = [answer for answer in cell.answers if began <= answer.started <= ended]
     opened = [
         event
@@ -243,18 +253,18 @@ def _not_together(cell: CellEvidence, began: float, ended: float) -> str | None:
     ]
     if len(opened) != 1:
         return "no encode server was held until all had been sent"
-    at = opened[0]["t"]
-    alone = [answer.label for answer in mine if not answer.started <= at <= answer.started + answer.seconds]
-    return f"not all were under way at once: {', '.join(alone)}" if alone else None
+    ends = {answer.label: answer.started + answer.seconds for answer in mine}
+    alone = [answer.label for answer in mine if answer.started > min(ends.values())]
+    return f"one was over before others were sent: {', '.join(alone)}" if alone else None
 
 
 def _not_primed_together(record: Mapping[str, Any], count: int) -> str | None:
-    """The primers of a step were all under way when the encode server was let go. `primers`: when each was sent and answered."""
+    """As `_not_together`, of primers. `primers`: when each was sent and answered."""
     opened, primers = record["opened_at"], record["primers"]
     if opened is None or len(primers) != count:
         return "no encode server was held until all had been sent"
-    alone = [one for one in primers if not one["started"] <= opened <= one["ended"]]
-    return f"{len(alone)} of {count} were not under way at that moment" if alone else None
+    late = [one for one in primers if one["started"] > min(other["ended"] for other in primers)]
+    return f"one was over before {len(late)} others were sent" if late else None
 
 
 def _not_held(cell: CellEvidence, point: str, began: float) -> str | None:

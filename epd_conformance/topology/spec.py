@@ -127,8 +127,6 @@ class Shape:
     # vLLM's CPU attention takes multiples of 32; small blocks let short prompts have whole blocks to transfer.
     block_size: int = 32
     prefix_caching: bool = True
-    # More than this of one prompt waits for the next step; 0: all of it goes at once, as far as it fits.
-    prefill_tokens: int = 0
 
 
 def server_flags(
@@ -158,8 +156,6 @@ def server_flags(
         "--max-num-batched-tokens", str(shape.max_num_batched_tokens),
         "--seed", "0",
     ]  # fmt: skip
-    if shape.prefill_tokens:
-        flags += ["--long-prefill-token-threshold", str(shape.prefill_tokens)]
     if media_limits:
         flags += ["--limit-mm-per-prompt", json.dumps(dict(media_limits), sort_keys=True)]
     if device == "cpu":
