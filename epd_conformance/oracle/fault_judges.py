@@ -302,7 +302,10 @@ def _unheld(cell: CellEvidence, window: Window, index: int) -> str | None:
         first, last = min(item["offset"] for item in mine), max(item["offset"] + item["length"] for item in mine)
         if not first < held["computed"] < last:
             return f"the step began with token {held['computed']}, and the item's places are {first} to {last}"
-    if window.point == "prefilled" and any(event["ev"] == "kv-new" and event["t"] <= opened["t"] for event in lines):
+    if window.point == "prefilled" and any(
+        event["ev"] == "kv-new" and event["server"] in cell.roles.decode and event["t"] <= opened["t"]
+        for event in lines
+    ):
         return "the decode server had begun when it was let go"
     fault = cell.facts["fault"]
     if index == VICTIM and not _during(held["t"], fault["began_at"], fault["injected_at"], opened["t"]):

@@ -48,7 +48,10 @@ def scripted(cell: CellEvidence) -> Judgement:
     found = worst(
         wrong_digest(cell, [proofs[index] for index in judged]),
         *(_answer(cell, index, proofs[index], cell.plan.steps[sends[index]]["how"]) for index in judged),
-        *(_way(cell, position, proof) for position, proof in zip(sends, proofs, strict=True)),
+        *(
+            _way(cell, position, proof, _beside(position, sends, proofs))
+            for position, proof in zip(sends, proofs, strict=True)
+        ),
         *(_not_met(proof) for index, proof in enumerate(proofs) if index not in judged),
         went_on(cell),
         _not_done(cell),
@@ -90,7 +93,12 @@ def _answer(cell: CellEvidence, index: int, proof: Transport, how: str) -> Judge
     )
 
 
-def _way(cell: CellEvidence, position: int, proof: Transport) -> Judgement | None:
+def _beside(position: int, sends: list[int], proofs: list[Transport]) -> list[Transport]:
+    """The requests that were sent by the same step."""
+    return [proof for other, proof in zip(sends, proofs, strict=True) if other == position]
+
+
+def _way(cell: CellEvidence, position: int, proof: Transport, beside: list[Transport]) -> Judgement | None:
     """Whether the items of a request came to the consumer as its step says."""
     how = cell.plan.steps[position]["how"]
     if how in ("any", "unjudged", "survives"):
@@ -100,8 +108,10 @@ def _way(cell: CellEvidence, position: int, proof: Transport) -> Judgement | Non
             "not-journalled", "the consumer's journal shows the request", proof.problem or "it does not"
         )
     if how in ("crossed", "once"):
-        # Which of them loads it is open; the others find it in their server's cache.
-        return unproven([proof], []) or (_saved_often(cell, proof) if how == "once" else None)
+        # Which of them loads it is open; the others find it in their server's cache, or the KV that the first has just made of it.
+        first = next((one for one in beside if one.items and all(item.how == "loaded" for item in one.items)), proof)
+        shared = bool(proof.items) and all(item.how in ("held", "prefix-hit") for item in proof.items)
+        return unproven([first if shared else proof], []) or (_saved_often(cell, proof) if how == "once" else None)
     after = next((step["ended"] for step in reversed(cell.facts["steps"][:position]) if step["do"] != "send"), 0.0)
     for item in proof.items:
         wrong = _loaded(cell, item, after, how == "saved")

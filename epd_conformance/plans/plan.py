@@ -196,6 +196,16 @@ class Plan:
             index += sent(step)
         return frozenset(found)
 
+    @property
+    def together(self) -> frozenset[int]:
+        """The requests that are sent at once with the one before them."""
+        found: list[int] = []
+        index = 0
+        for step in self.steps:
+            found += range(index + 1, index + sent(step))
+            index += sent(step)
+        return frozenset(found)
+
     def to_json(self) -> dict[str, Any]:
         return {
             "schema": SCHEMA,
