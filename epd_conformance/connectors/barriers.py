@@ -87,7 +87,8 @@ class Gate:
         self._journal = journal
         self._order: _Order | None = None
         self._listener = socket.socket(socket.AF_UNIX)
-        self._listener.bind(str(folder / f"{os.getpid()}{journal.side[0]}"))
+        # Short, and another one for each process and side.
+        self._listener.bind(str(folder / f"{journal.server}.{journal.side[0]}{os.getpid()}"))
         self._listener.listen()
         threading.Thread(target=self._serve, name="epd-barriers", daemon=True).start()
 

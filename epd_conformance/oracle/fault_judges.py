@@ -259,6 +259,13 @@ def _not_held(cell: CellEvidence) -> Judgement | None:
     return None
 
 
+def misplaced(cell: CellEvidence) -> Judgement | None:
+    """A fault that was done outside of its window: then not even a death says anything about the window."""
+    fault = cell.facts.get("fault")
+    done = cell.plan.window is not None and fault is not None and fault["receipt"] is not None
+    return _not_held(cell) if done and len(cell.answers) > VICTIM else None
+
+
 def _unheld(cell: CellEvidence, window: Window, index: int) -> str | None:
     """What keeps a request from having provably been held in a window, the victim with the fault done meanwhile."""
     rid, lines = cell.answers[index].request_id, cell.events(index)[1]

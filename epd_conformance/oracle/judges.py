@@ -29,7 +29,7 @@ from epd_conformance.verdict import Owner, Verdict
 def judge(evidence: CellEvidence) -> Judgement:
     """The verdict of a cell, from its evidence alone. Raises KeyError for a judge that this version does not know."""
     verdict = JUDGES[evidence.judge]
-    early = _deaths(evidence) or _incomplete(evidence)
+    early = fault_judges.misplaced(evidence) or _deaths(evidence) or _incomplete(evidence)
     return early if early is not None else _seen_whole(evidence, verdict(evidence))
 
 
