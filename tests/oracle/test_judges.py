@@ -27,6 +27,7 @@ from made_evidence import (
 )
 from spoilt_faults import SPOILT as SPOILT_FAULTS
 from spoilt_scripts import SPOILT as SPOILT_SCRIPTS
+from spoilt_windows import SPOILT as SPOILT_WINDOWS
 
 from epd_conformance.oracle import judges
 from epd_conformance.oracle.answers import NO_IDS
@@ -592,13 +593,14 @@ NEGATIVE: list[tuple[str, str, Spoil, Verdict, str, str | None, Owner | None]] =
     *[(name, "", lambda c: with_answer(c, status=500), Verdict.FAIL, "request-failed", "status", None)
       for name in JUDGES
       if name not in ("stage-error", "constructed", "encode-only", "recomputed", "contained", "fails-alone", "confined",
-                      "scripted")],
+                      "in-window", "scripted")],
     *[(name, "", contrast_alike, Verdict.INCONCLUSIVE, "no power", None, None) for name in ALL_EXACT],
     *[(name, "", contrast_failed, Verdict.ERROR, "no-contrast", None, None) for name in ALL_EXACT],
     *[(name, "", contrast_never_asked, Verdict.ERROR, "no-contrast", None, None) for name in ALL_EXACT],
     *[(name, "", not_one_contrast, Verdict.ERROR, "no-contrast", None, None) for name in ALL_EXACT],
     *SPOILT_FAULTS,
     *SPOILT_SCRIPTS,
+    *SPOILT_WINDOWS,
 ]  # fmt: skip
 
 
