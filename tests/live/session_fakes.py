@@ -63,7 +63,7 @@ class FakeServer:
         # As a recording connector's, or our proxy's: `test_faulting` reaches its points.
         self.gates = {}
         if FOLDER in environment:
-            for side in ("proxy",) if "proxy" in process.name else ("scheduler", "worker"):
+            for side in ("proxy",) if process.name.endswith(("proxy", "bypass")) else ("scheduler", "worker"):
                 self.gates[side] = Gate(Path(environment[FOLDER]), _Lines(self, side))
         fake = self
 
