@@ -222,7 +222,7 @@ class Story:
         window = WINDOWS[self.plan.window or ""]
         proxy = POINTS[window.point] == "proxy"
         server, side = ("bypass", "proxy") if proxy else (self.consumer, POINTS[window.point])
-        (item,) = self.items(request)
+        item = self.items(request)[0]
         at = {"point": window.point, "id": None if proxy else item["id"], "req": rid if proxy else None}
         about = {"computed": item["offset"] + 1, "tokens": 99} if window.point == "scheduled" else {}
         self.write(server, side, "held", **at, **about)
@@ -236,7 +236,7 @@ class Story:
         self.send(first)
         for request in (twin, victim):
             self.send(request, by_hand=True, held=True)
-        (item,) = self.items(victim)
+        item = self.items(victim)[0]
         opened = [event["t"] for event in self.events if event["ev"] == "opened"][-1]
         self.now += 0.01
         whole, after = {"sha256": digest_of("object"), "bytes": 6000}, {"sha256": digest_of("damage"), "bytes": 3000}
@@ -286,7 +286,7 @@ class Story:
         records: list[dict[str, Any]] = []
         self.facts["steps"] = records
         servers = sorted(self.roles.encode | self.roles.consumers | self.roles.decode)
-        rest, damaged, gone = iter(self.plan.requests), False, False
+        rest, damaged, gone, point = iter(self.plan.requests), False, False, ""
         for one in self.plan.steps:
             self.now += 0.01
             record: dict[str, Any] = {"do": one["do"], "at": self.now, "done": True, "problem": ""}
@@ -320,14 +320,64 @@ class Story:
                 case {"do": "store"}:
                     gone = one["how"] == "removed"
                     record |= {"removed": 2} if one["how"] == "emptied" else {}
+                case {"do": "prime-together"}:
+                    request, began = self.plan.requests[len(self.answers)], self.now
+                    record["opened_at"] = self.stopped("scheduled", "req", self.next_id())
+                    for number in range(int(one["count"])):
+                        self.prime(request, digest_of(f"{self.judge} {number}")[:32] if number else self.next_id())
+                    sent = {"started": began, "ended": self.now, "status": 200}
+                    record["primers"] = [dict(sent) for _ in range(int(one["count"]))]
+                case {"do": "prime-held"}:
+                    request, point = self.plan.requests[len(self.answers)], one["point"]
+                    stopped = {"point": point, "id": self.items(request)[0]["id"], "req": None}
+                    writing = (request, self.next_id())
+                    if point == "saved":
+                        self.prime(*writing)
+                    self.write("encode-0", "worker", "held", **stopped)
+                case {"do": "release"}:
+                    self.write("encode-0", "worker", "opened", **stopped, why="released", seconds=1.0)
+                    if point == "saving":
+                        self.prime(*writing)
+                case {"do": "purge", "how": "end"}:
+                    last = self.answers[-1]
+                    key = item_key(self.plan.requests[len(self.answers) - 1].images[0], None)
+                    record["removed"] = [[key, last.started + last.seconds / 2]]
+                case {"do": "together"}:
+                    self.at_once([next(rest) for _ in range(int(one["count"]))])
                 case {"do": "send"}:
                     request = next(rest)
                     past = one["way"] == "past-encode"
                     direct = past and not self.roles.decode
-                    self.send(request, direct=direct, past=past, lost=damaged or gone)
+                    unsaved = {"primed": False} if one["how"] == "any" and point == "saving" else {}
+                    self.send(request, direct=direct, past=past, lost=damaged or gone, **unsaved)
             record["ended"] = self.now
             records.append(record)
         self._go_on()
+
+    def stopped(self, point: str, kind: str, value: str) -> float:
+        """The encode server is held, and let go; when."""
+        at = {"point": point, "id": None, "req": None, kind: value}
+        self.write("encode-0", "scheduler", "held", **at)
+        self.now += 0.005
+        self.write("encode-0", "scheduler", "opened", **at, why="released", seconds=0.005)
+        return self.now
+
+    def at_once(self, requests: Sequence[Request]) -> None:
+        """All are sent, the first is held at its encode server, and the first of an item that comes to the consumer loads."""
+        rids = [digest_of(f"{self.judge} at once {number}")[:32] for number in range(len(requests))]
+        started = [self.now + 0.001 * number for number in range(len(requests))]
+        self.now = started[-1] + 0.001
+        self.stopped("scheduled", "req", rids[0])
+        for request, rid in zip(requests, rids, strict=True):
+            self.prime(request, rid)
+        for request, rid in zip(requests, rids, strict=True):
+            self.consume(request, rid, "-p" if self.roles.decode else "-d", True)
+            if self.roles.decode:
+                self.decode(request, rid)
+        self.answers += [
+            good_answer(request, rid=rid, started=at, seconds=self.now - at)
+            for request, rid, at in zip(requests, rids, started, strict=True)
+        ]
 
     def _forget(self, server: str) -> None:
         keys = sorted({event["id"] for event in self.events if event["ev"] in ("load", "encoded", "save")})

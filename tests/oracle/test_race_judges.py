@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,117 +20,36 @@ TOPOLOGIES = ("e-pd", "e-p-d")
 MANY = 4
 
 
-class Race(Story):
-    """A story of the steps that the other scripted stories do not have."""
-
-    def __init__(self, topology: str, requests: Sequence[Request], *steps: Any) -> None:
-        draw = Draw(1, "others")
-        others = [replace_images(one, [draw.image()], f"{one.label}, other") for one in requests]
-        super().__init__("scripted", topology, Plan(tuple(requests), tuple(others), steps=tuple(steps)))
-        self.records: list[dict[str, Any]] = []
-        self.facts["steps"] = self.records
-
-    def did(self, do: str, act: Callable[[], dict[str, Any] | None]) -> None:
-        self.now += 0.01
-        record: dict[str, Any] = {"do": do, "at": self.now, "done": True, "problem": ""}
-        record |= act() or {}
-        self.now += 0.01
-        self.records.append({**record, "ended": self.now})
-
-    def stopped(self, point: str, kind: str, value: str) -> float:
-        at = {"point": point, "id": None, "req": None, kind: value}
-        self.write("encode-0", "worker" if kind == "id" else "scheduler", "held", **at)
-        self.now += 0.005
-        self.write("encode-0", "worker" if kind == "id" else "scheduler", "opened", **at, why="released", seconds=0.005)
-        return self.now
-
-    def at_once(self, requests: Sequence[Request]) -> None:
-        """All are sent, the first is held at its encode server, and the first that comes to the consumer loads."""
-        rids = [digest_of(f"at once {number}")[:32] for number in range(len(requests))]
-        started = [self.now + 0.001 * number for number in range(len(requests))]
-        self.now += 0.01
-        self.stopped("scheduled", "req", rids[0])
-        for request, rid in zip(requests, rids, strict=True):
-            self.prime(request, rid)
-        for request, rid in zip(requests, rids, strict=True):
-            self.consume(request, rid, "-p" if self.roles.decode else "-d", True)
-            if self.roles.decode:
-                self.decode(request, rid)
-        self.answers += [
-            good_answer(request, rid=rid, started=at, seconds=self.now - at)
-            for request, rid, at in zip(requests, rids, started, strict=True)
-        ]
-
-    def over(self) -> CellEvidence:
-        self._go_on()
-        return self.evidence()
+def told(topology: str, requests: Sequence[Request], *steps: Mapping[str, Any]) -> CellEvidence:
+    draw = Draw(1, "others")
+    others = [replace_images(one, [draw.image()], f"{one.label}, other") for one in requests]
+    story = Story("scripted", topology, Plan(tuple(requests), tuple(others), steps=steps))
+    story.scripted()
+    return story.evidence()
 
 
 def crowd(topology: str = "e-pd", how: str = "crossed", purged: bool = False) -> CellEvidence:
     draw = Draw(0, "crowd")
     asked = draw.request("new", draw.image())
     many = [replace(asked, label=f"new {number}") for number in range(MANY)]
-    fresh = draw.request("fresh", draw.image())
-    purge = (step("purge", how="begin"), step("purge", how="end")) if purged else ()
+    begin, end = ((step("purge", how=how),) if purged else () for how in ("begin", "end"))
     together, last = step("together", count=str(MANY), how=how), step("send", way="proxy", how="loaded")
-    steps = (*purge[:1], together, *purge[1:], last)
-    race = Race(topology, [*many, fresh], *steps)
-    if purged:
-        race.did("purge", lambda: None)
-    race.did("together", lambda: race.at_once(many))
-    if purged:
-        when = race.answers[0].started + race.answers[0].seconds / 2
-        race.did("purge", lambda: {"removed": [[item_key(asked.images[0], None), when]]})
-    race.did("send", lambda: race.send(fresh))
-    return race.over()
+    return told(topology, [*many, draw.request("fresh", draw.image())], *begin, together, *end, last)
 
 
 def primed_often(topology: str = "e-pd") -> CellEvidence:
     draw = Draw(0, "primed often")
-    asked, fresh = draw.request("primed", draw.image()), draw.request("fresh", draw.image())
     past, proxy = (step("send", way=way, how="loaded") for way in ("past-encode", "proxy"))
-    race = Race(topology, [asked, fresh], step("prime-together", count="2"), past, proxy)
-
-    def primers() -> dict[str, Any]:
-        began = race.now
-        opened = race.stopped("scheduled", "req", race.next_id())
-        for rid in (race.next_id(), digest_of("another primer")[:32]):
-            race.prime(asked, rid)
-        sent = [{"started": began + number / 1000, "ended": race.now, "status": 200} for number in range(2)]
-        return {"opened_at": opened, "primers": sent}
-
-    race.did("prime-together", primers)
-    race.did("send", lambda: race.send(asked, direct=not race.roles.decode, past=True))
-    race.did("send", lambda: race.send(fresh))
-    return race.over()
+    requests = [draw.request(label, draw.image()) for label in ("primed", "fresh")]
+    return told(topology, requests, step("prime-together", count="2"), past, proxy)
 
 
-def read_while_saved(topology: str = "e-pd") -> CellEvidence:
+def read_while(point: str, topology: str = "e-pd") -> CellEvidence:
     draw = Draw(0, "read while saved")
     image = replace(draw.image(), uuid="epd-conformance-0")
-    reader, later = draw.request("reader", image), draw.request("later", image)
     any_, loaded = (step("send", way="past-encode", how=how) for how in ("any", "loaded"))
-    steps = (step("prime-held", point="saving"), any_, step("release"), step("reset", cache="encoder"), loaded)
-    race = Race(topology, [reader, later], *steps)
-    at = {"point": "saving", "id": image.uuid, "req": None}
-    direct = not race.roles.decode
-    race.did("prime-held", lambda: race.write("encode-0", "worker", "held", **at))
-    race.did("send", lambda: race.send(reader, primed=False, direct=direct, past=True))
-
-    def release() -> None:
-        race.write("encode-0", "worker", "opened", **at, why="released", seconds=1.0)
-        race.prime(reader, digest_of("primer")[:32])
-
-    race.did("release", release)
-
-    def reset() -> dict[str, Any]:
-        race.held.clear()
-        race._forget(race.consumer)
-        return {"statuses": dict.fromkeys(race.roles.encode | race.roles.consumers | race.roles.decode, 200)}
-
-    race.did("reset", reset)
-    race.did("send", lambda: race.send(later, direct=direct, past=True))
-    return race.over()
+    steps = (step("prime-held", point=point), any_, step("release"), step("reset", cache="encoder"), loaded)
+    return told(topology, [draw.request("reader", image), draw.request("later", image)], *steps)
 
 
 STORIES: dict[str, Callable[[str], CellEvidence]] = {
@@ -138,7 +57,8 @@ STORIES: dict[str, Callable[[str], CellEvidence]] = {
     "once": lambda topology: crowd(topology, "once"),
     "purged": lambda topology: crowd(topology, "survives", purged=True),
     "primed-often": primed_often,
-    "read-while-saved": read_while_saved,
+    "read-while-saved": lambda topology: read_while("saving", topology),
+    "read-behind-the-save": lambda topology: read_while("saved", topology),
 }
 
 
