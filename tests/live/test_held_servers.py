@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from epd_conformance import subject
-from epd_conformance.connectors.barriers import OPENS_S, POINTS, arm
+from epd_conformance.connectors.barriers import POINTS, arm
 from epd_conformance.live import client
 from epd_conformance.oracle.answers import Answer
 from epd_conformance.plans.plan import Draw
@@ -83,6 +83,5 @@ def test_a_killed_harness_lets_every_server_go(stack: Stack) -> None:
         held, opened = (event for event in stack.journal.read(mark) if event["ev"] in ("held", "opened"))
         assert (held["server"], held["side"], held["point"]) == (server, side, point)
         assert opened["why"] == "closed"
-        assert opened["seconds"] < OPENS_S
     assert stack.dead() == []
     assert [event for event in stack.journal.read() if event["ev"] in ("lost", "raise")] == []
