@@ -103,8 +103,8 @@ class _Script:
         asked = [(next(self.rest), uuid.uuid4().hex) for _ in range(int(count))]
         answers: dict[str, Answer] = {}
 
-        def ask(request: Request, rid: str) -> None:
-            answers[rid] = self.runner.ask(self.stack.base_url, request, rid)
+        def ask(request: Request, rid: str, begun: Callable[[], None]) -> None:
+            answers[rid] = self.runner.ask(self.stack.base_url, request, rid, begun=begun)
 
         self._at_once([partial(ask, request, rid) for request, rid in asked], asked[0][1])
         self.runner.answers += [answers[rid] for _, rid in asked]
@@ -114,8 +114,9 @@ class _Script:
         self.primed = (request, rid)
         primers: list[dict[str, Any]] = []
 
-        def prime(name: str) -> None:
+        def prime(name: str, begun: Callable[[], None]) -> None:
             began = time.time()
+            begun()
             status, _ = faulting.prime(self.stack, request, name, self.runner.salt(request, name))
             primers.append({"started": began, "ended": time.time(), "status": status})
 
@@ -127,16 +128,14 @@ class _Script:
             raise StackError(f"primers were answered with {bad}")
         return {"opened_at": opened, "primers": primers}
 
-    def _at_once(self, jobs: list[Callable[[], None]], rid: str) -> float | None:
+    def _at_once(self, jobs: list[Callable[[Callable[[], None]], None]], rid: str) -> float | None:
         """Do jobs that each need an encode server, while that of `rid` is held until all have begun; when it was let go."""
         barrier = self._arm("scheduled", req=rid)
         begun = [threading.Event() for _ in jobs]
-
-        def begin(job: Callable[[], None], told: threading.Event) -> None:
-            told.set()
-            job()
-
-        threads = [threading.Thread(target=begin, args=pair, name="at-once") for pair in zip(jobs, begun, strict=True)]
+        threads = [
+            threading.Thread(target=job, args=(told.set,), name="at-once")
+            for job, told in zip(jobs, begun, strict=True)
+        ]
         opened = None
         try:
             # The first must be there before the others: else another request would be in the step that is held.
