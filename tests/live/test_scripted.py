@@ -161,10 +161,8 @@ class TestAtOnce:
         (opened,) = [event for event in evidence.during if event["ev"] == "opened"]
         assert opened["why"] == "released"
         assert opened["req"] == evidence.answers[0].request_id
-        # Sent while the first was held; a thread may stamp its own a moment after it has said that it begins.
-        assert all(
-            one.started <= evidence.answers[0].started + evidence.answers[0].seconds for one in evidence.answers[:8]
-        )
+        # Sent while the first was held.
+        assert all(one.started <= opened["t"] for one in evidence.answers[:8])
 
     def test_without_points_nothing_is_sent(self, make: Make) -> None:  # noqa: F811
         world, run = make("EPD-RACE-016", "img8")
@@ -179,8 +177,11 @@ class TestAtOnce:
         world, run = make("EPD-RACE-017", "primed4")
         evidence = run()
         assert world.happened == ["encode first"] * 4 + ["consumer first", "proxy twin"]
-        primers = evidence.facts["steps"][0]["primers"]
-        assert max(one["started"] for one in primers) <= min(one["ended"] for one in primers)
+        done = evidence.facts["steps"][0]
+        # These fakes hold the first only; a real server that is held answers nobody.
+        assert len(done["primers"]) == 4
+        assert max(one["started"] for one in done["primers"]) <= done["opened_at"]
+        assert done["opened_at"] <= max(one["ended"] for one in done["primers"])
         assert world.encode.ids[0] == f"{evidence.answers[0].request_id}-e0"
 
     @pytest.mark.parametrize(("point", "there"), [("saving", None), ("saved", b"first" * 8)])
