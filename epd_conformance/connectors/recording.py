@@ -24,6 +24,7 @@ from typing import Any
 
 import blake3
 
+from epd_conformance.connectors import barriers
 from epd_conformance.connectors.journal import JournalWriter
 from epd_conformance.connectors.names import EC_PREFIX, KV_PREFIX
 from epd_conformance.connectors.observed import ObservedDict
@@ -119,14 +120,16 @@ class _ECRecorder(_Recorder):
 
     _epd_extra: ObservedDict | None = None
     _epd_told = 0
+    _epd_gate: barriers.Gate | None = None
 
     def _epd_prepare(self, config: Any) -> None:
-        """Let the configuration's free part note which of its keys the connector reads."""
+        """Let the configuration's free part note which of its keys the connector reads; make the gate of the barriers."""
         extra = getattr(config.ec_transfer_config, "ec_connector_extra_config", None)
         # Where two connectors share a process they share the configuration, and what either reads is read.
         if type(extra) is dict:
             extra = config.ec_transfer_config.ec_connector_extra_config = ObservedDict(extra)
         self._epd_extra = extra if isinstance(extra, ObservedDict) else None
+        self._epd_gate = barriers.gate(self._epd_journal)
 
     def _epd_about(self, config: Any) -> dict[str, Any]:
         from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorBase
@@ -385,7 +388,9 @@ def __getattr__(name: str) -> type:
     if not isinstance(wrapped, type):
         raise AttributeError(f"module {module!r} has no class {connector!r}: that is a {type(wrapped).__name__}")
     mixin, hooks = (_ECRecorder, _ECHooks) if ec else (_KVRecorder, _KVHooks)
-    content = {"__module__": __name__, "_epd_wrapped": wrapped, **_hooks(hooks, wrapped)}
+    recorded = _hooks(hooks, wrapped)
+    recorded = barriers.with_points(recorded) if ec else recorded
+    content = {"__module__": __name__, "_epd_wrapped": wrapped, **recorded}
     _made[name] = type(f"Recording{wrapped.__name__}", (mixin, wrapped), content)
     return _made[name]
 

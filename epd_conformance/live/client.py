@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -27,11 +27,12 @@ def send(
     salt: str | None = None,
     overrides: dict[str, Any] | None = None,
     model: str = SERVED_NAME,
+    begun: Callable[[], None] = lambda: None,
 ) -> Answer:
     """Send a request to a server or proxy; never raises for what the other side does.
 
     `salt` replaces the request's own `cache_salt`; `overrides` are laid over the body (None removes a field). `model` is what
-    the other side calls it (`Stack.served_name`).
+    the other side calls it (`Stack.served_name`). `begun` is called when the answer's `started` is fixed, right before it is sent.
     """
     body = request.body(model, salt)
     for name, value in (overrides or {}).items():
@@ -42,6 +43,7 @@ def send(
     stream = bool(body.get("stream"))
     started = time.time()
     clock = time.monotonic()
+    begun()
     try:
         # Read piece by piece in both cases: the timeout of `requests` starts anew with every piece.
         with http.post(

@@ -13,6 +13,7 @@ import hashlib
 import os
 import re
 import shutil
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
@@ -22,11 +23,13 @@ from typing import TYPE_CHECKING, Any
 
 import requests
 
+from epd_conformance.connectors.barriers import POINTS, Barrier, arm
 from epd_conformance.errors import StackError
 from epd_conformance.faults.fault import Fault, Receipt, Target
 from epd_conformance.faults.store import FAULTS
 from epd_conformance.live import http
 from epd_conformance.plans.plan import Request
+from epd_conformance.plans.windows import WINDOWS, Window
 from epd_conformance.probe import StoreProbe
 from epd_conformance.proxy.media import extract_items, item_metadata, primer_body, with_metadata
 from epd_conformance.topology import claims
@@ -57,13 +60,17 @@ class Means:
 
 
 def damaged(runner: Runner) -> None:
-    """Send first, twin, victim and fresh request of a plan, with the plan's fault done to the victim's object."""
-    first, twin, victim, fresh = runner.plan.requests
+    """Send first, twin, victim and fresh request of a plan, with the plan's fault done to the victim's object.
+
+    In a plan with a window twin and victim are held there, and the fault is done meanwhile.
+    """
+    first, twin, victim, fresh, *again = runner.plan.requests
     stack = runner.stack
     outcome: dict[str, Any] = {
         "rehearsed": False,
         "receipt": None,
         "verified": False,
+        "began_at": None,
         "injected_at": None,
         "healed": False,
         "healed_at": None,
@@ -84,16 +91,68 @@ def damaged(runner: Runner) -> None:
             tools.fault.rehearse(tools.probe, key)
             await_object(tools.probe, key)
             outcome["rehearsed"] = True
-    runner.send(runner.stage.bypass, twin, rid=rid, overrides=_short(runner, twin, said))
+    _ask(runner, twin, rid, said, key, outcome)
 
     rid = uuid.uuid4().hex
     key, said = primed(runner, victim, rid, outcome)
-    with _done_to(tools, key, donor, outcome):
-        runner.send(runner.stage.bypass, victim, rid=rid, overrides=_short(runner, victim, said))
+    damage = _Damage(tools, key, donor, outcome)
+    try:
+        _ask(runner, victim, rid, said, key, outcome, damage.do)
         # Before it is healed: whoever has to live must do so with the damage still there.
         runner.facts["health"] = health(stack)
-    runner.send(stack.base_url, fresh)
+        if again:
+            runner.send(stack.base_url, fresh)
+        for request in again:
+            runner.send(runner.stage.bypass, request, overrides=_short(runner, request, said))
+    finally:
+        damage.undo()
+    if not again:
+        runner.send(stack.base_url, fresh)
     runner.facts["busy"] = busy(stack)
+
+
+def _ask(
+    runner: Runner,
+    request: Request,
+    rid: str,
+    said: dict[str, Any],
+    key: str | None,
+    outcome: dict[str, Any],
+    meanwhile: Callable[[], None] = lambda: None,
+) -> None:
+    """Send a request past the encode servers; `meanwhile` is done before, or while it is held where the plan has a window."""
+
+    def send() -> None:
+        runner.send(runner.stage.bypass, request, rid=rid, overrides=_short(runner, request, said))
+
+    if runner.plan.window is None:
+        meanwhile()
+        send()
+        return
+    barrier = None
+    with _noting(outcome):
+        barrier = _armed(runner, WINDOWS[runner.plan.window], key, rid)
+    thread = threading.Thread(target=send, name="held-request")
+    thread.start()
+    try:
+        if barrier is not None and barrier.wait(lambda: not thread.is_alive()):
+            meanwhile()
+    finally:
+        if barrier is not None:
+            barrier.open()
+        thread.join()
+
+
+def _armed(runner: Runner, window: Window, key: str | None, rid: str) -> Barrier:
+    """The barrier of a window, for an item or, in a proxy, for a request. Raises StackError where there is no such point."""
+    stack = runner.stack
+    if stack.barriers is None or key is None:
+        raise StackError(
+            "nothing can be held: the servers have no points" if key else "nothing to hold: no item was saved"
+        )
+    if POINTS[window.point] == "proxy":
+        return arm(stack.barriers, {"bypass"}, window.point, req=rid)
+    return arm(stack.barriers, runner.roles.consumers, window.point, id=key, nth=window.nth)
 
 
 @contextlib.contextmanager
@@ -117,31 +176,40 @@ def means(runner: Runner, kind: str | None) -> Means:
     return Means(probe, {**FAULTS, **runner.session.subject.faults(info)}[kind])
 
 
-@contextlib.contextmanager
-def _done_to(tools: Means | None, key: str | None, donor: str | None, outcome: dict[str, Any]) -> Iterator[None]:
-    """Do the fault to an object, and heal it at the end; what became of it goes into `outcome`."""
-    receipt: Receipt | None = None
-    if tools is None or key is None or donor is None:
-        yield
-        return
-    target = Target(tools.probe, key, donor)
-    with _noting(outcome):
-        await_object(tools.probe, key)
-        receipt = tools.fault.inject(target)
-        outcome["receipt"] = receipt.to_json()
-        done = receipt
-        outcome["verified"] = soon(lambda: tools.fault.verify(target, done))
-        # By the harness's own clock: a receipt may be the subject's.
-        outcome["injected_at"] = time.time()
-    try:
-        yield
-    finally:
-        if receipt is not None:
-            undone = receipt
-            outcome["healed_at"] = time.time()
+class _Damage:
+    """The fault that is done to an object, and healed at the end; what became of it goes into `outcome`."""
+
+    def __init__(self, tools: Means | None, key: str | None, donor: str | None, outcome: dict[str, Any]) -> None:
+        self._tools = tools
+        self._outcome = outcome
+        self._target: Target | None = None
+        self._receipt: Receipt | None = None
+        if tools is not None and key is not None and donor is not None:
+            # Now, since it may take longer than anything may be held.
             with _noting(outcome):
-                tools.fault.heal(target, undone)
-                outcome["healed"] = soon(lambda: tools.probe.read(undone.key) == undone.before)
+                await_object(tools.probe, key)
+                self._target = Target(tools.probe, key, donor)
+
+    def do(self) -> None:
+        if self._tools is None or self._target is None:
+            return
+        fault, target = self._tools.fault, self._target
+        with _noting(self._outcome):
+            # By the harness's own clock: a receipt may be the subject's.
+            self._outcome["began_at"] = time.time()
+            receipt = self._receipt = fault.inject(target)
+            self._outcome["receipt"] = receipt.to_json()
+            self._outcome["verified"] = soon(lambda: fault.verify(target, receipt))
+            self._outcome["injected_at"] = time.time()
+
+    def undo(self) -> None:
+        if self._tools is None or self._target is None or self._receipt is None:
+            return
+        target, receipt = self._target, self._receipt
+        self._outcome["healed_at"] = time.time()
+        with _noting(self._outcome):
+            self._tools.fault.heal(target, receipt)
+            self._outcome["healed"] = soon(lambda: target.probe.read(receipt.key) == receipt.before)
 
 
 def soon(holds: Callable[[], bool]) -> bool:
@@ -161,7 +229,7 @@ def await_object(probe: StoreProbe, key: str) -> None:
 
 def primed(runner: Runner, request: Request, rid: str, outcome: dict[str, Any]) -> tuple[str | None, dict[str, Any]]:
     """Have an encode server save the request's item, as the proxy does; the key under which it did, and what it said."""
-    status, said = _prime(runner.stack, request, rid, runner.salt(request, rid))
+    status, said = prime(runner.stack, request, rid, runner.salt(request, rid))
     key = key_of(runner, f"{rid}-e0")
     with _noting(outcome):
         if status != 200:
@@ -180,7 +248,7 @@ def _short(runner: Runner, request: Request, said: dict[str, Any]) -> dict[str, 
     return {"messages": with_metadata(body, items, item_metadata(said, items))["messages"]}
 
 
-def _prime(stack: Stack, request: Request, rid: str, salt: str | None) -> tuple[int, dict[str, Any]]:
+def prime(stack: Stack, request: Request, rid: str, salt: str | None) -> tuple[int, dict[str, Any]]:
     """Send an encode server the request's first item; returns the status, 0 where no answer came, and `ec_transfer_params`."""
     encode = stack.of(Role.ENCODE)
     if not encode:

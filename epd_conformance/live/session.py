@@ -28,10 +28,15 @@ from epd_conformance.oracle.cell import CellEvidence
 from epd_conformance.oracle.noise import NoiseFloor
 from epd_conformance.oracle.transport import Roles
 from epd_conformance.plans.plan import Plan, Request
+from epd_conformance.plans.steps import HOLDING
 from epd_conformance.subject import Subject
 from epd_conformance.topology.spec import Role, Shape, Topology
 from epd_conformance.topology.stack import AnySite, Server, Stack, StackSpec
 from epd_conformance.verdict import Owner
+
+# Tokens of a step where prompts may be cut: above the prompts of all cells but those about chunks (suites/live/test_windows.py).
+# `--long-prefill-token-threshold` would not do: since vLLM 0.32 a request that is alone takes all it can.
+STEP_TOKENS = 512
 
 
 @dataclass(frozen=True)
@@ -173,7 +178,8 @@ class LiveSession:
 
     def _boot(self, topology: Topology) -> Stage:
         layout = Layout(topology)
-        shape = Shape(prefix_caching=not topology.has_kv)
+        # The file KV connector stores in a request's first step only, so there a prompt must not be cut.
+        shape = Shape(prefix_caching=False) if topology.has_kv else Shape(max_num_batched_tokens=STEP_TOKENS)
         mine = [cell for cell in self.cells if cell.topology == topology.name]
         plans = {cell.id: plan_of(cell.case, self.seed, cell.id) for cell in mine}
         subject_spec = StackSpec(
@@ -183,6 +189,8 @@ class LiveSession:
             subject=self.subject,
             recorder=self.recorder,
             stages=self.proxy_stages,
+            # Only where a cell holds somebody there: all other runs have servers without points.
+            barriers=any(holds(plan) for plan in plans.values()),
         )
         agg_spec = StackSpec(layout.baseline, Topology.parse("aggregated"), shape)
         baselines = Baselines()
@@ -329,12 +337,15 @@ class Runner:
 
     def send(self, base_url: str, request: Request, *, rid: str = "", **options: Any) -> Answer:
         """Send one of the plan's requests and keep its answer."""
-        rid = rid or uuid.uuid4().hex
-        answer = client.send(
-            base_url, request, rid, salt=self.salt(request, rid), model=self.stack.served_name, **options
-        )
+        answer = self.ask(base_url, request, rid or uuid.uuid4().hex, **options)
         self.answers.append(answer)
         return answer
+
+    def ask(self, base_url: str, request: Request, rid: str, **options: Any) -> Answer:
+        """Send one of the plan's requests; the answer is the caller's to keep."""
+        return client.send(
+            base_url, request, rid, salt=self.salt(request, rid), model=self.stack.served_name, **options
+        )
 
     def _settled(self) -> None:
         """Wait a moment for the death of a server that has just failed a request: it takes about a second to go."""
@@ -373,6 +384,9 @@ class Runner:
         faulting.damaged(self)
 
     def _fails_alone(self) -> None:
+        faulting.damaged(self)
+
+    def _in_window(self) -> None:
         faulting.damaged(self)
 
     def _confined(self) -> None:
@@ -441,6 +455,11 @@ def _post(url: str, **options: Any) -> tuple[int, dict[str, Any]]:
     except ValueError:
         data = {}
     return response.status_code, data if isinstance(data, dict) else {}
+
+
+def holds(plan: Plan) -> bool:
+    """Whether a cell holds a request in a server or proxy."""
+    return plan.window is not None or any(step["do"] in HOLDING for step in plan.steps)
 
 
 def roles_of(stack: Stack) -> Roles:

@@ -96,27 +96,31 @@ class CellEvidence:
             facts=data["facts"],
         )
 
-    def events(self, index: int) -> tuple[list[Mapping[str, Any]], list[Mapping[str, Any]]]:
-        """Journal lines before and during one request; the requests of a cell are sent one after the other."""
+    def events(
+        self, index: int, span: tuple[float, float] | None = None
+    ) -> tuple[list[Mapping[str, Any]], list[Mapping[str, Any]]]:
+        """Journal lines before and during one request. `span`: from when to when it ran; by default the requests of a cell are sent
+        one after the other."""
         start = self.answers[index].started if index else 0.0
         stop = self.answers[index + 1].started if index + 1 < len(self.answers) else float("inf")
+        start, stop = span or (start, stop)
         earlier = [event for event in self.during if event["t"] < start]
         return [*self.before, *earlier], [event for event in self.during if start <= event["t"] < stop]
 
-    def transport(self, index: int) -> Transport:
+    def transport(self, index: int, span: tuple[float, float] | None = None) -> Transport:
         """Proof of transport of one request of the plan."""
-        proof = transport.transport(*self.events(index), self.answers[index].request_id, self.roles)
+        proof = transport.transport(*self.events(index, span), self.answers[index].request_id, self.roles)
         wanted = len(self.plan.requests[index].images)
         if proof.problem is None and len(proof.items) != wanted:
             problem = f"item-missing: the consumer saw {len(proof.items)} of the request's {wanted} items"
             return replace(proof, problem=problem, digests_equal=None if proof.digests_equal else proof.digests_equal)
         return proof
 
-    def kv(self, index: int) -> KVTransfer | None:
+    def kv(self, index: int, span: tuple[float, float] | None = None) -> KVTransfer | None:
         """Proof of KV of one request; None in a topology without a decode server."""
         if not self.roles.decode:
             return None
-        before, during = self.events(index)
+        before, during = self.events(index, span)
         return transport.kv_transfer(before, during, self.answers[index].request_id, self.roles)
 
 

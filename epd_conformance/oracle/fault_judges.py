@@ -26,10 +26,11 @@ from epd_conformance.oracle.rungs import (
     wrong_tokens,
 )
 from epd_conformance.oracle.transport import KVTransfer, Transport, leg_of
+from epd_conformance.plans.windows import WINDOWS, Window
 from epd_conformance.report.schema import Evidence, FaultRecord
 from epd_conformance.verdict import Verdict
 
-FIRST, TWIN, VICTIM, FRESH = range(4)
+FIRST, TWIN, VICTIM, FRESH, AGAIN = range(5)
 
 
 def recomputed(cell: CellEvidence) -> Judgement:
@@ -47,10 +48,18 @@ def fails_alone(cell: CellEvidence) -> Judgement:
     return _damaged(cell, may_fail=True, references=True)
 
 
+def in_window(cell: CellEvidence) -> Judgement:
+    """The victim is held in the plan's window while the fault is done. It gets the right bytes or is encoded, and is answered as
+    the baseline does, or, as long as the item was not loaded, fails alone."""
+    assert cell.plan.window is not None, "a plan of this judge names its window"
+    may_fail = WINDOWS[cell.plan.window].loads_later
+    return _not_held(cell) or _damaged(cell, may_fail, references=cell.plan.metadata_only)
+
+
 def _damaged(cell: CellEvidence, may_fail: bool, references: bool = False) -> Judgement:
     """`facts`: `fault` (see `_unproven_fault`), and what `went_on` needs."""
-    proofs = [cell.transport(index) for index in range(4)]
-    kvs = [cell.kv(index) for index in range(4)]
+    proofs = [cell.transport(index) for index in range(len(cell.plan.requests))]
+    kvs = [cell.kv(index) for index in range(len(cell.plan.requests))]
     victim = proofs[VICTIM]
     status = cell.answers[VICTIM].status
     answered = status == 200
@@ -66,19 +75,27 @@ def _damaged(cell: CellEvidence, may_fail: bool, references: bool = False) -> Ju
     found = worst(
         _taken(cell, victim),
         wrong,
+        *([_again(cell, proofs[AGAIN])] if len(proofs) > AGAIN else []),
         went_on(cell),
         twin,
         nothing_done,
         # It says something about the fault only if there was one, and the path was whole before.
         _not_recovered(cell, proofs[FRESH]) if twin is None and nothing_done is None else None,
         _media_sent(cell) if references else None,
-        _not_met(cell, victim),
+        None if cell.plan.window else _not_met(cell, victim),
         unproven([], kvs[VICTIM : VICTIM + 1]) if answered else None,
         no_power(cell),
     )
     expected = "the victim is encoded locally and gets the baseline's ids" + (", or fails alone" if may_fail else "")
     expected = "the victim fails alone" if references else expected
     observed = "encoded locally, equal ids" if answered else f"status {status} for that request"
+    if cell.plan.window is not None:
+        expected = (
+            f"whatever is done to the object {WINDOWS[cell.plan.window].words}, the victim gets the baseline's ids"
+        )
+        expected += " or fails alone" if may_fail else ""
+        how = ", ".join(item.how for item in victim.items)
+        observed = f"{how}, equal ids" if answered else observed
     verdict = found or passed(expected, f"{observed}; a fresh item crossed")
     return replace(verdict, evidence=_counted(cell, proofs, kvs))
 
@@ -212,18 +229,130 @@ def _not_done(cell: CellEvidence, fault: Mapping[str, Any]) -> str | None:
     saved = min(
         (event["t"] for event in encode if event["ev"] == "save" and event["id"] == receipt["key"]), default=None
     )
+    if cell.plan.window is not None:
+        # Whether it was done in the window is asked by `_not_held`.
+        ended = victim.started + victim.seconds
+        if saved is None or not saved <= fault["began_at"] or not ended <= fault["healed_at"]:
+            return "it was not in force between the victim's encode and its answer"
+        return None
     if saved is None or not saved <= fault["injected_at"] <= victim.started <= fault["healed_at"]:
         return "it was not in force between the victim's encode and its answer"
     return None
 
 
+def _not_held(cell: CellEvidence) -> Judgement | None:
+    """Whether twin and victim were held in the plan's window, and the fault done meanwhile: else an error."""
+    window = WINDOWS[cell.plan.window or ""]
+    for index in (TWIN, VICTIM):
+        wrong = _unheld(cell, window, index)
+        if wrong is not None:
+            problem = cell.facts["fault"]["problem"]
+            return Judgement(
+                Verdict.ERROR,
+                reason="barrier",
+                expected=f"request {cell.answers[index].label!r} is held {window.words}, and let go",
+                observed=f"{wrong}: {problem}" if problem else wrong,
+                causes=(
+                    "the connector does not go that way (it waits, encodes or refuses instead), or the harness was too slow",
+                ),
+            )
+    return None
+
+
+def misplaced(cell: CellEvidence) -> Judgement | None:
+    """A fault that was done outside of its window: then not even a death says anything about the window."""
+    fault = cell.facts.get("fault")
+    done = cell.plan.window is not None and fault is not None and fault["receipt"] is not None
+    return _not_held(cell) if done and len(cell.answers) > VICTIM else None
+
+
+def _unheld(cell: CellEvidence, window: Window, index: int) -> str | None:
+    """What keeps a request from having provably been held in a window, the victim with the fault done meanwhile."""
+    rid, lines = cell.answers[index].request_id, cell.events(index)[1]
+    places = [
+        item
+        for event in lines
+        if event["ev"] == "request" and event["server"] in cell.roles.consumers
+        for item in event["items"]
+        if leg_of(event["req"], rid) is not None
+    ]
+    items = {item["id"] for item in places}
+    at = [
+        event
+        for event in lines
+        if event["ev"] in ("held", "opened")
+        and event["point"] == window.point
+        and (event["id"] in items or event["req"] == rid)
+    ]
+    if [event["ev"] for event in at] != ["held", "opened"]:
+        return "it was never held there" if not at else "it was held and let go otherwise than once"
+    held, opened = at
+    if opened["why"] != "released":
+        return f"it was not let go by the harness but by itself ({opened['why']}), after {opened['seconds']:.1f} s"
+    took = [
+        event
+        for event in lines
+        if event["server"] in cell.roles.consumers
+        and event["t"] <= opened["t"]
+        and (
+            (event["ev"] == "load" and event["id"] in items)
+            or (event["ev"] == "step" and any(one["id"] in items for one in event["allocated"]))
+        )
+    ]
+    loaded = any(event["ev"] == "load" and event["t"] <= held["t"] for event in took)
+    if window.loads_later and took:
+        return "its item was allocated or loaded before it was let go"
+    if not window.loads_later and not loaded:
+        return "its item had not been loaded when it was held"
+    if window.point == "scheduled":
+        mine = [item for item in places if item["id"] == held["id"]]
+        first, last = min(item["offset"] for item in mine), max(item["offset"] + item["length"] for item in mine)
+        if not first < held["computed"] < last:
+            return f"the step began with token {held['computed']}, and the item's places are {first} to {last}"
+    if window.point == "prefilled" and any(
+        event["ev"] == "kv-new" and event["server"] in cell.roles.decode and event["t"] <= opened["t"]
+        for event in lines
+    ):
+        return "the decode server had begun when it was let go"
+    fault = cell.facts["fault"]
+    if index == VICTIM and not _during(held["t"], fault["began_at"], fault["injected_at"], opened["t"]):
+        return "the fault was not done while it was held"
+    return None
+
+
+def _during(*moments: float | None) -> bool:
+    """Whether all of these happened, in this order."""
+    times = [moment for moment in moments if moment is not None]
+    return len(times) == len(moments) and times == sorted(times)
+
+
+def _again(cell: CellEvidence, proof: Transport) -> Judgement | None:
+    """A later request asks for the victim's item, whose object is not as it was: its consumer holds the right bytes.
+
+    Without media it may fail alone: nobody can promise it that the engine will still hold them.
+    """
+    if cell.plan.metadata_only and cell.answers[AGAIN].status >= 400:
+        return None
+    wrong = first_of(
+        bad_status(cell, AGAIN),
+        wrong_digest(cell, [proof]),
+        comparable(cell, AGAIN) or wrong_tokens(cell, AGAIN, proof.digests_equal, None),
+    )
+    if wrong is not None or [item.how for item in proof.items] == ["held"]:
+        return wrong
+    how = ", ".join(item.how for item in proof.items) or "the consumer never saw the item"
+    return inconclusive("evicted", "the consumer still holds the victim's item when it is asked for again", how)
+
+
 def met(cell: CellEvidence) -> bool:
-    """Whether the victim met the fault: first and twin loaded what was saved, the victim did not."""
+    """Whether the victim met the fault: first and twin loaded what was saved, the victim did not, or stood in its window."""
     return _twin(cell, [cell.transport(index) for index in range(4)]) is None and _met(cell, cell.transport(VICTIM))
 
 
 def _met(cell: CellEvidence, victim: Transport) -> bool:
-    """Whether the consumer came to the damaged object, and did not use it as if it were whole."""
+    """Whether the consumer came to the damaged object, and did not use it as if it were whole; or stood in its window."""
+    if cell.plan.window is not None:
+        return _not_held(cell) is None
     key = (cell.facts["fault"]["receipt"] or {}).get("key")
     unused = ("encoded",) if cell.answers[VICTIM].status == 200 else ("encoded", "nothing")
     return any(item.digest_wrong or item.how in unused for item in victim.items if item.key == key)

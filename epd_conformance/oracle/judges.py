@@ -29,7 +29,7 @@ from epd_conformance.verdict import Owner, Verdict
 def judge(evidence: CellEvidence) -> Judgement:
     """The verdict of a cell, from its evidence alone. Raises KeyError for a judge that this version does not know."""
     verdict = JUDGES[evidence.judge]
-    early = _deaths(evidence) or _incomplete(evidence)
+    early = fault_judges.misplaced(evidence) or _deaths(evidence) or _incomplete(evidence)
     return early if early is not None else _seen_whole(evidence, verdict(evidence))
 
 
@@ -69,7 +69,7 @@ def _killer(cell: CellEvidence, name: str) -> Owner:
 # How many requests a judge needs, where not one; those that need none send theirs themselves and keep facts instead.
 _LEAST = {"warm": 2, "both": 2, "constructed": 0, "encode-only": 0}
 # The first, the twin, the victim and a fresh one; the harmless, the baited and the hostile one.
-_LEAST |= {"recomputed": 4, "contained": 4, "fails-alone": 4, "confined": 3}
+_LEAST |= {"recomputed": 4, "contained": 4, "fails-alone": 4, "in-window": 4, "confined": 3}
 # These keep what came back in the facts.
 _LEAST |= dict.fromkeys(("as-direct", "refused", "not-begun", "passed-on", "one-token", "one-id", "work-ends"), 0)
 
@@ -509,6 +509,7 @@ JUDGES: dict[str, Judge] = {
     "both": both,
     "recomputed": fault_judges.recomputed,
     "fails-alone": fault_judges.fails_alone,
+    "in-window": fault_judges.in_window,
     "scripted": script_judges.scripted,
     "contained": fault_judges.contained,
     "confined": fault_judges.confined,

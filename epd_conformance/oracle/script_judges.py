@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from itertools import chain, repeat
+from itertools import chain, islice, repeat
+from math import inf
 from typing import Any
 
 from epd_conformance.oracle.cell import CellEvidence, Judgement
@@ -26,12 +27,13 @@ from epd_conformance.oracle.rungs import (
     wrong_tokens,
 )
 from epd_conformance.oracle.transport import Item, Transport
+from epd_conformance.plans.steps import sent
 from epd_conformance.verdict import Verdict
 
 
 def scripted(cell: CellEvidence) -> Judgement:
     """`facts`: `steps` (a record for each of the plan's steps, see live/scripted.py), and what `went_on` needs."""
-    sends = [position for position, step in enumerate(cell.plan.steps) if step["do"] == "send"]
+    sends = [position for position, step in enumerate(cell.plan.steps) for _ in range(sent(step))]
     if len(sends) != len(cell.plan.requests) or len(cell.answers) != len(sends):
         return Judgement(
             Verdict.ERROR,
@@ -39,13 +41,17 @@ def scripted(cell: CellEvidence) -> Judgement:
             expected="one answer for each request, and one step that sends it",
             observed=f"{len(cell.plan.requests)} requests, {len(sends)} steps that send, {len(cell.answers)} answers",
         )
-    proofs = [cell.transport(index) for index in range(len(sends))]
-    kvs = [cell.kv(index) for index in range(len(sends))]
+    spans = _spans(cell, sends)
+    proofs = [cell.transport(index, span) for index, span in enumerate(spans)]
+    kvs = [cell.kv(index, span) for index, span in enumerate(spans)]
     judged = [index for index, position in enumerate(sends) if cell.plan.steps[position]["how"] != "unjudged"]
     found = worst(
         wrong_digest(cell, [proofs[index] for index in judged]),
-        *(_answer(cell, index, sends[index], proofs[index]) for index in judged),
-        *(_way(cell, position, proof) for position, proof in zip(sends, proofs, strict=True)),
+        *(_answer(cell, index, proofs[index], cell.plan.steps[sends[index]]["how"]) for index in judged),
+        *(
+            _way(cell, position, proof, _beside(position, sends, proofs))
+            for position, proof in zip(sends, proofs, strict=True)
+        ),
         *(_not_met(proof) for index, proof in enumerate(proofs) if index not in judged),
         went_on(cell),
         _not_done(cell),
@@ -54,12 +60,31 @@ def scripted(cell: CellEvidence) -> Judgement:
     )
     script = ", ".join(_words(step) for step in cell.plan.steps)
     verdict = found or passed(f"right answers, and items where they should come from: {script}", "so it was")
-    return replace(verdict, evidence=counted(proofs, kvs))
+    evidence = counted(proofs, kvs)
+    if any(span is not None for span in spans):
+        # Requests that ran at once share what happened.
+        keys = {item.key for proof in proofs for item in proof.items}
+        evidence = evidence.model_copy(
+            update={
+                name: sum(event["ev"] == kind and event["id"] in keys for event in cell.during)
+                for name, kind in (("saves", "save"), ("loads", "load"), ("local_encodes", "encoded"))
+            }
+        )
+    return replace(verdict, evidence=evidence)
 
 
-def _answer(cell: CellEvidence, index: int, position: int, proof: Transport) -> Judgement | None:
+def _spans(cell: CellEvidence, sends: list[int]) -> list[tuple[float, float] | None]:
+    """From when to when the requests ran, where several ran at once: from their step to the next that sends."""
+    if all(cell.plan.steps[position]["do"] == "send" for position in sends):
+        return [None] * len(sends)
+    began = {position: record["at"] for position, record in enumerate(cell.facts["steps"]) if position in set(sends)}
+    stops = {position: min((at for at in began.values() if at > began[position]), default=inf) for position in began}
+    return [(began[position], stops[position]) if position in began else None for position in sends]
+
+
+def _answer(cell: CellEvidence, index: int, proof: Transport, how: str) -> Judgement | None:
     # To fail is to be told so: a client that waits for ever, or whose connection breaks, has no answer.
-    if cell.plan.steps[position]["how"] == "contained" and cell.answers[index].status >= 400:
+    if how == "contained" and cell.answers[index].status >= 400:
         return None
     return (
         bad_status(cell, index)
@@ -68,7 +93,12 @@ def _answer(cell: CellEvidence, index: int, position: int, proof: Transport) -> 
     )
 
 
-def _way(cell: CellEvidence, position: int, proof: Transport) -> Judgement | None:
+def _beside(position: int, sends: list[int], proofs: list[Transport]) -> list[Transport]:
+    """The requests that were sent by the same step."""
+    return [proof for other, proof in zip(sends, proofs, strict=True) if other == position]
+
+
+def _way(cell: CellEvidence, position: int, proof: Transport, beside: list[Transport]) -> Judgement | None:
     """Whether the items of a request came to the consumer as its step says."""
     how = cell.plan.steps[position]["how"]
     if how in ("any", "contained", "unjudged"):
@@ -77,12 +107,31 @@ def _way(cell: CellEvidence, position: int, proof: Transport) -> Judgement | Non
         return inconclusive(
             "not-journalled", "the consumer's journal shows the request", proof.problem or "it does not"
         )
+    if how in ("crossed", "once"):
+        # Which of them loads it is open; the others find it in their server's cache, or the KV that the first has just made of it.
+        first = next((one for one in beside if one.items and all(item.how == "loaded" for item in one.items)), proof)
+        shared = bool(proof.items) and all(item.how in ("held", "prefix-hit") for item in proof.items)
+        return unproven([first if shared else proof], []) or (_saved_often(cell, proof) if how == "once" else None)
     after = next((step["ended"] for step in reversed(cell.facts["steps"][:position]) if step["do"] != "send"), 0.0)
     for item in proof.items:
         wrong = _loaded(cell, item, after, how == "saved")
         if wrong is not None:
             return wrong
     return None
+
+
+def _saved_often(cell: CellEvidence, proof: Transport) -> Judgement | None:
+    keys = {item.key for item in proof.items}
+    saves = [event for event in cell.during if event["ev"] == "save" and event["id"] in keys]
+    if len(saves) <= len(cell.roles.encode):
+        return None
+    return Judgement(
+        Verdict.FAIL,
+        reason="not-once",
+        rung="counters",
+        expected="each encode server encodes and saves the item once at most",
+        observed=f"{len(saves)} saves on {len(cell.roles.encode)} encode servers",
+    )
 
 
 def _loaded(cell: CellEvidence, item: Item, after: float, anew: bool) -> Judgement | None:
@@ -154,13 +203,12 @@ def _not_done(cell: CellEvidence) -> Judgement | None:
 def _disordered(cell: CellEvidence) -> str | None:
     previous = 0.0
     answers = iter(cell.answers)
-    for number, record in enumerate(cell.facts["steps"]):
+    for number, (step, record) in enumerate(zip(cell.plan.steps, cell.facts["steps"], strict=False)):
         if not previous <= record["at"] <= record["ended"]:
             return f"the times of step {number} ({record['do']}) do not follow those of the one before"
         previous = record["ended"]
-        if record["do"] == "send" and record["done"]:
-            answer = next(answers, None)
-            if answer is not None and not record["at"] <= answer.started <= record["ended"]:
+        for answer in islice(answers, sent(step) if record["done"] else 0):
+            if not record["at"] <= answer.started <= record["ended"]:
                 return f"request {answer.label!r} was sent at another time than its step says"
     return None
 
@@ -189,9 +237,68 @@ def _undone(cell: CellEvidence, step: Mapping[str, Any], record: Mapping[str, An
         if receipt["key"] not in seen:
             return f"the receipt is for {receipt['key']}, which no encode server had seen"
         return "nothing changed" if receipt["before"] == receipt["after"] else None
+    if step["do"] == "together":
+        return _not_together(cell, record["at"], record["ended"])
+    if step["do"] == "prime-together":
+        return _not_primed_together(record, int(step["count"]))
+    if step["do"] == "prime-held":
+        return _not_held(cell, step["point"], record["at"])
+    if step["do"] == "purge" and step["how"] == "end":
+        return _not_purged(cell, record)
     if step["do"] == "store" and step["how"] == "emptied":
         return None if record["removed"] else "no object was removed"
     return None
+
+
+def _not_together(cell: CellEvidence, began: float, ended: float) -> str | None:
+    """The requests of a step were all under way at one moment, since the encode server was held until they had been sent."""
+    mine = [answer for answer in cell.answers if began <= answer.started <= ended]
+    opened = [
+        event
+        for event in cell.during
+        if event["ev"] == "opened"
+        and event["why"] == "released"
+        and event["server"] in cell.roles.encode
+        and event["req"] in {answer.request_id for answer in mine}
+    ]
+    if len(opened) != 1:
+        return "no encode server was held until all had been sent"
+    ends = {answer.label: answer.started + answer.seconds for answer in mine}
+    alone = [answer.label for answer in mine if answer.started > min(ends.values())]
+    return f"one was over before others were sent: {', '.join(alone)}" if alone else None
+
+
+def _not_primed_together(record: Mapping[str, Any], count: int) -> str | None:
+    """As `_not_together`, of primers. `primers`: when each was sent and answered."""
+    opened, primers = record["opened_at"], record["primers"]
+    if opened is None or len(primers) != count:
+        return "no encode server was held until all had been sent"
+    late = [one for one in primers if one["started"] > min(other["ended"] for other in primers)]
+    return f"one was over before {len(late)} others were sent" if late else None
+
+
+def _not_held(cell: CellEvidence, point: str, began: float) -> str | None:
+    """An encode server was held with the item from its primer on until it was released, and a consumer was asked meanwhile."""
+    at = [event for event in cell.during if event["ev"] in ("held", "opened") and event["point"] == point]
+    at = [event for event in at if event["server"] in cell.roles.encode and event["t"] >= began]
+    if [event["ev"] for event in at] != ["held", "opened"] or at[1]["why"] != "released":
+        return f"no encode server was held there until it was released: {[event.get('why', 'held') for event in at]}"
+    reader = any(
+        event["ev"] == "request" and event["server"] in cell.roles.consumers and at[0]["t"] <= event["t"] <= at[1]["t"]
+        for event in cell.during
+    )
+    return None if reader else "no request came to the consumer while it was held"
+
+
+def _not_purged(cell: CellEvidence, record: Mapping[str, Any]) -> str | None:
+    """Something that a request of the cell asks for was removed while requests were under way. `removed`: key and time of each."""
+    keys = {item["id"] for event in cell.during if event["ev"] == "request" for item in event["items"]}
+    met = [
+        key
+        for key, at in record["removed"]
+        if key in keys and any(answer.started <= at <= answer.started + answer.seconds for answer in cell.answers)
+    ]
+    return None if met else f"{len(record['removed'])} objects were removed, none of them under a request"
 
 
 def _not_restarted(cell: CellEvidence, step: Mapping[str, Any], record: Mapping[str, Any]) -> str | None:

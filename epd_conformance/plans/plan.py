@@ -13,6 +13,7 @@ from typing import Any
 
 from epd_conformance.errors import UsageError
 from epd_conformance.plans.media import ImageSpec
+from epd_conformance.plans.steps import PRIMING, sent
 
 SCHEMA = "epd-conformance/plan/v1"
 
@@ -179,7 +180,9 @@ class Plan:
     number of requests: where the baseline answers both alike, the case has no power. `fault` is the kind of damage that is
     done to the stored object of the victim's item, the third request's (`faults.store.FAULTS`). `metadata_only`: twin and
     victim reach the consumer with what the encode server said about their items in place of the media. `steps`: what a scripted
-    cell does, in order (`plans.steps`); other cells have none. `at_once`: the requests are sent side by side.
+    cell does, in order (`plans.steps`); other cells have none. `at_once`: the requests are sent side by side. `window`: where the
+    victim, and its twin, are held while the fault is done (`plans.windows`); without one the fault is done before the victim is
+    sent.
     """
 
     requests: tuple[Request, ...]
@@ -188,17 +191,32 @@ class Plan:
     metadata_only: bool = False
     steps: tuple[Mapping[str, str], ...] = ()
     at_once: bool = False
+    window: str | None = None
 
     @property
     def primed(self) -> frozenset[int]:
         """The requests whose items are saved before they are sent, by hand: their ids are in a journal earlier."""
         if self.fault is not None:
             return frozenset({1, 2})  # the twin and the victim
-        order = [step["do"] for step in self.steps if step["do"] in ("prime", "send")]
-        sends = [position for position, do in enumerate(order) if do == "send"]
-        return frozenset(
-            index for index, position in enumerate(sends) if position > 0 and order[position - 1] == "prime"
-        )
+        found, index, primed = set(), 0, False
+        for step in self.steps:
+            if primed and sent(step):
+                found.add(index)
+            primed = step["do"] in PRIMING or (primed and not sent(step))
+            index += sent(step)
+        return frozenset(found)
+
+    @property
+    def together(self) -> frozenset[int]:
+        """The requests that are sent at once with the one before them."""
+        if self.at_once:
+            return frozenset(range(1, len(self.requests)))
+        found: list[int] = []
+        index = 0
+        for step in self.steps:
+            found += range(index + 1, index + sent(step))
+            index += sent(step)
+        return frozenset(found)
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -209,6 +227,7 @@ class Plan:
             "metadata_only": self.metadata_only,
             "steps": [dict(step) for step in self.steps],
             **({"at_once": True} if self.at_once else {}),
+            **({"window": self.window} if self.window is not None else {}),
         }
 
     @classmethod
@@ -222,6 +241,7 @@ class Plan:
             data["metadata_only"],
             tuple(data["steps"]),
             data.get("at_once", False),
+            data.get("window"),
         )
 
 

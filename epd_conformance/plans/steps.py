@@ -1,6 +1,7 @@
 """Steps: what a scripted cell does between its requests, as data. Pure.
 
-A step is a JSON object with `do` and the fields below. The requests of the plan are sent in their order, one for each `send`.
+A step is a JSON object with `do` and the fields below. The requests of the plan are sent in their order: one for each `send`, and
+as many as it says for each `together`.
 """
 
 from __future__ import annotations
@@ -15,8 +16,16 @@ STEPS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     # request may fail alone, since an object of its items is damaged. `unjudged`: nothing is asked of the answer, since a fault
     # of somebody else's is in force.
     "send": {"way": ("proxy", "past-encode"), "how": ("loaded", "saved", "any", "contained", "unjudged")},
+    # As many requests as `count` go through the proxy at once: an encode server is held until all have been sent. `how`: each
+    # is answered, its item loaded or held (`crossed`), and saved once by each encode server at most (`once`); or each is
+    # answered, from wherever, or fails alone (`contained`).
+    "together": {"count": (), "how": ("crossed", "once", "contained")},
     # An encode server saves the next request's item, as the proxy has it done.
     "prime": {},
+    # The same, as often at once as `count` says; or by a request that is held before or after the call that saves, until `release`.
+    "prime-together": {"count": ()},
+    "prime-held": {"point": ("saving", "saved")},
+    "release": {},
     # The object that was primed last, or that of the first request, is damaged (`faults.store.FAULTS`), or put back.
     "damage": {"kind": ()},
     "heal": {},
@@ -26,7 +35,20 @@ STEPS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "restart": {"servers": ("encode", "consumer", "all")},
     # All objects are removed through the probe; the store's folder is moved away; or it is as before again.
     "store": {"how": ("emptied", "removed", "mended")},
+    # From `begin` to `end` objects are removed through the probe, in random order, as fast as it can.
+    "purge": {"how": ("begin", "end")},
 }
+
+#: Steps that hold somebody in a server.
+HOLDING = frozenset({"together", "prime-together", "prime-held"})
+
+#: Steps that have the next request's item saved by hand.
+PRIMING = frozenset({"prime", "prime-together", "prime-held"})
+
+
+def sent(one: Mapping[str, Any]) -> int:
+    """How many requests of the plan a step sends."""
+    return {"send": 1, "together": int(one.get("count", 0))}.get(one["do"], 0)
 
 
 def step(do: str, **fields: str) -> Mapping[str, str]:

@@ -350,6 +350,7 @@ class Generation(Exchange):
             else:
                 with self.timed("prefill"):
                     prefilled = await self.stages.prefill(call)
+                await self.stages.prefilled(call)
         with self.timed("decode"):
             return await self.stages.decode(call, prefilled)
 

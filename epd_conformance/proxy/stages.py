@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from epd_conformance.connectors import barriers
 from epd_conformance.proxy.media import (
     MediaItem,
     extract_items,
@@ -174,6 +175,7 @@ class Stages:
         self.upstreams = upstreams
         self.config = upstreams.config
         self.budget = RetryBudget()
+        self.gate = barriers.own_gate("proxy")
 
     # --- what a subclass may want to say ---------------------------------------------------------------------------
 
@@ -309,6 +311,12 @@ class Stages:
             return await answer.json_object()
         finally:
             answer.close()
+
+    async def prefilled(self, call: Call) -> None:
+        """Between prefill and decode: a harness that asked for it may hold one request here (connectors/barriers.py)."""
+        if self.gate is not None and self.gate.armed:
+            # Elsewhere, so that all other requests go on.
+            await asyncio.to_thread(self.gate.reach, "prefilled", (), (call.request_id,))
 
     async def decode(self, call: Call, prefill_response: dict[str, Any] | None) -> Answer:
         """Starts the decode leg; returns when the server answered 200. The caller reads and closes it."""

@@ -600,12 +600,14 @@ class _Check:
             for index, answer in enumerate(cell.answers):
                 if seen.setdefault(answer.request_id, cell.cell) is not cell.cell:
                     self._say(Kind.EVIDENCE, cell.cell, f"an answer of it is one of {seen[answer.request_id]}")
-                after, turn = previous.get(cell.topology, ("", began))
+                if index not in cell.plan.together:
+                    after, turn = previous.get(cell.topology, ("", began))
                 if answer.started < turn - CLOCK_SLACK_S or answer.started + answer.seconds > ended + CLOCK_SLACK_S:
                     outside = f"before that to {after} had come" if after else "outside of the time of the run"
                     self._say(Kind.EVIDENCE, cell.cell, f"request {answer.label!r} was sent {outside}")
-                if not cell.plan.at_once:
-                    previous[cell.topology] = (cell.cell, answer.started + answer.seconds)
+                # Requests that are sent at once have one turn, which ends with the last of them.
+                last = previous[cell.topology][1] if index in cell.plan.together else 0.0
+                previous[cell.topology] = (cell.cell, max(last, answer.started + answer.seconds))
                 # What is primed by hand is sent when its object is ready.
                 primed = index in cell.plan.primed
                 if any(
@@ -615,9 +617,6 @@ class _Check:
                     if _names(event, answer.request_id)
                 ):
                     self._say(Kind.EVIDENCE, cell.cell, f"request {answer.label!r} is in a journal before it was sent")
-            if cell.plan.at_once and cell.answers:
-                ends = max(answer.started + answer.seconds for answer in cell.answers)
-                previous[cell.topology] = (cell.cell, ends)
 
     # -- journals and baselines --------------------------------------------------------------------------------------
 

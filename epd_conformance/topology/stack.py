@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import tempfile
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +17,7 @@ from typing import Any, Self
 import requests
 
 from epd_conformance.configuration import Configurations
+from epd_conformance.connectors import barriers
 from epd_conformance.connectors.journal import DIRECTORY, SERVER, Journal
 from epd_conformance.connectors.names import MODULE as RECORDING
 from epd_conformance.connectors.names import ec_name, kv_name
@@ -59,7 +61,8 @@ class StackSpec:
 
     `subject` is None for a baseline. `recorder` False gives the connectors to vLLM as they are, without journals.
     `stages` names another proxy stage class (`module:Class`), for the negative controls that plant a proxy defect.
-    `port` is where clients connect; a free one unless given.
+    `port` is where clients connect; a free one unless given. `barriers`: its recorders and proxies get points at which they can be
+    held (connectors/barriers.py); others have none.
     """
 
     name: str
@@ -69,6 +72,7 @@ class StackSpec:
     recorder: bool = True
     stages: str | None = None
     port: int | None = None
+    barriers: bool = False
 
 
 @dataclass
@@ -108,6 +112,8 @@ class Stack:
     """What its subject was told about it."""
     ports: list[int] = field(default_factory=list)
     served_name: str = SERVED_NAME
+    barriers: Path | None = None
+    """The folder of the gates' sockets, where it has any."""
 
     @property
     def journal(self) -> Journal:
@@ -222,7 +228,7 @@ class AnySite(ABC):
                 arguments += [option, server.url]
         if stack.spec.stages:
             arguments += ["--stages", stack.spec.stages]
-        stack.proxy = self.launcher.start(f"{stack.spec.name}.proxy", PROXY, arguments)
+        stack.proxy = self.launcher.start(f"{stack.spec.name}.proxy", PROXY, arguments, _held(stack, "proxy"))
         stack.base_url = f"http://127.0.0.1:{port}"
 
     def start_bypass(self, stack: Stack) -> str:
@@ -232,7 +238,7 @@ class AnySite(ABC):
         for role, option in ((Role.PREFILL, "--prefill"), (Role.DECODE, "--decode")):
             for server in stack.of(role):
                 arguments += [option, server.url]
-        process = self.launcher.start(f"{stack.spec.name}.bypass", PROXY, arguments)
+        process = self.launcher.start(f"{stack.spec.name}.bypass", PROXY, arguments, _held(stack, "bypass"))
         stack.helpers.append(process)
         url = f"http://127.0.0.1:{port}"
         self.wait_for(process, url)
@@ -369,6 +375,9 @@ class Site(AnySite):
         spec = stack.spec
         for directory in ("journal", "store", "kv"):
             (stack.folder / directory).mkdir(parents=True, exist_ok=True)
+        if spec.barriers:
+            # Not in the stack's folder: the path of a socket must be short.
+            stack.barriers = Path(tempfile.mkdtemp(prefix="b", dir=self.launcher.scratch))
         side_ports = {name: self._port(stack) for name, _ in spec.topology.servers()} if spec.subject else {}
         info = StackInfo(
             topology=spec.topology.kind,
@@ -411,6 +420,7 @@ class Site(AnySite):
             environment = {
                 DIRECTORY: str(stack.folder / "journal"),
                 SERVER: name,
+                **_held(stack, name),
                 **placement.environment,
                 **kv_environment,
                 **(launch.environment if launch else {}),
@@ -508,6 +518,13 @@ class Site(AnySite):
         )
 
 
+def _held(stack: Stack, name: str) -> dict[str, str]:
+    """What a process of a stack with barriers is told besides, to have a gate and to write down what it held."""
+    if stack.barriers is None:
+        return {}
+    return {barriers.FOLDER: str(stack.barriers), DIRECTORY: str(stack.folder / "journal"), SERVER: name}
+
+
 def _recorded_ec(config: Mapping[str, Any]) -> dict[str, Any]:
     name = ec_name(config["ec_connector"], config.get("ec_connector_module_path"))
     return {**config, "ec_connector": name, "ec_connector_module_path": RECORDING}
@@ -560,8 +577,8 @@ def server_environment(device: str, model: ModelUse, cache: Path | None) -> dict
     # A caller's own setting of what shapes numbers or batches would make two machines incomparable.
     for name in ("VLLM_USE_V2_MODEL_RUNNER", "VLLM_BATCH_INVARIANT", "OMP_NUM_THREADS", "VLLM_LOGGING_LEVEL"):
         environment.pop(name, None)
-    # The one makes servers ask everybody for a key, the other gives all of them the same internal ports.
-    for name in ("VLLM_API_KEY", "VLLM_PORT"):
+    # The first makes servers ask everybody for a key, the second gives all of them the same internal ports; the last is a stack's.
+    for name in ("VLLM_API_KEY", "VLLM_PORT", barriers.FOLDER):
         environment.pop(name, None)
     folder = cache or default_cache()
     environment |= {

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import shutil
+import tempfile
 import threading
 import time
 from collections.abc import Mapping
@@ -12,6 +14,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+from epd_conformance.connectors.barriers import FOLDER, Gate
 from epd_conformance.connectors.journal import DIRECTORY, SERVER
 from epd_conformance.errors import StackError, UsageError
 from epd_conformance.topology.launcher import Boot, Process
@@ -28,6 +31,16 @@ def completion(body: Mapping[str, Any]) -> dict[str, Any]:
     content = [{"logprob": -0.5, "top_logprobs": [{"logprob": -0.5}, {"logprob": -2.0}]} for _ in ids]
     choice = {"token_ids": ids, "finish_reason": "length", "logprobs": {"content": content}}
     return {"prompt_token_ids": PROMPT, "choices": [choice], "usage": {"completion_tokens": len(ids)}}
+
+
+class _Lines:
+    """In the place of a `JournalWriter`."""
+
+    def __init__(self, fake: FakeServer, side: str) -> None:
+        self._fake, self.server, self.side = fake, fake._name, side
+
+    def write(self, event: str, **fields: Any) -> None:
+        self._fake.write(self.side, event, **fields)
 
 
 class FakeServer:
@@ -47,6 +60,11 @@ class FakeServer:
         self._journal = environment.get(DIRECTORY)
         self._name = environment.get(SERVER, "")
         self._lines = itertools.count()
+        # As a recording connector's, or our proxy's: `test_faulting` reaches its points.
+        self.gates = {}
+        if FOLDER in environment:
+            for side in ("proxy",) if process.name.endswith(("proxy", "bypass")) else ("scheduler", "worker"):
+                self.gates[side] = Gate(Path(environment[FOLDER]), _Lines(self, side))
         fake = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -112,6 +130,7 @@ class FakeLauncher:
     def __init__(self, boot: Boot, logs: Path, environment: Mapping[str, str]) -> None:
         self.boot = boot
         self.logs = logs
+        self.scratch = Path(tempfile.mkdtemp(prefix="epd-"))
         self.servers: dict[str, FakeServer] = {}
         self.started: list[str] = []
         self.stopped: list[str] = []
@@ -125,6 +144,7 @@ class FakeLauncher:
     def close(self) -> None:
         for name in list(self.servers):
             self.servers.pop(name).close()
+        shutil.rmtree(self.scratch, ignore_errors=True)
 
     def start(
         self, name: str, module: str, arguments: list[str], environment: Mapping[str, str] | None = None

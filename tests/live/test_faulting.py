@@ -10,19 +10,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from session_fakes import FakeLauncher
+from session_fakes import FakeLauncher, FakeServer
 from test_live_session import Scene, Watched
 
+from epd_conformance.connectors.barriers import POINTS
 from epd_conformance.faults.fault import Fault, Receipt, Target
 from epd_conformance.faults.store import Deleted
 from epd_conformance.live import faulting, suites
 from epd_conformance.live.session import PlannedCell
 from epd_conformance.oracle.cell import CellEvidence
 from epd_conformance.oracle.fault_judges import fault_record
+from epd_conformance.oracle.judges import judge
 from epd_conformance.probe import Rows, StoreProbe
 from epd_conformance.subject import ReferenceSubject
 from epd_conformance.topology import stack as stacks
-from epd_conformance.verdict import Owner
+from epd_conformance.verdict import Owner, Verdict
 
 SUITE = suites.installed()
 
@@ -114,6 +116,8 @@ class World:
         self.saw: dict[str, bytes | None] = {}
         self.saves = True
         self.journals = True
+        self.comes_by = True
+        self.passed: dict[str, bytes | None] = {}
         here.session.subject = Subject(self.probe)
         self.stage = here.session.stage(topology)
         name = self.stage.stack.spec.name
@@ -142,11 +146,28 @@ class World:
             leg = rid if where == "encode" else f"{rid}-e0"
             self.encode.write("scheduler", "request", req=f"chatcmpl-{leg}-00abcdef", items=[{"id": key}], prompt=9)
         if where in ("proxy", "encode") and self.saves:
+            self._reach(self.encode, "scheduled", key, rid)
+            self._reach(self.encode, "saving", key, rid)
             self.probe.save(key, (key * 8).encode())
+            self._reach(self.encode, "saved", key, rid)
+        if where == "consumer" and self.comes_by:
+            for point in POINTS:
+                if self._reach(self.consumer, point, key, rid):
+                    self.passed[f"{point} {key}"] = self.probe.objects.get(key)
+
+    def _reach(self, fake: FakeServer, point: str, key: str, rid: str) -> bool:
+        """A fake comes to a point, if it has it."""
+        gate = fake.gates.get(POINTS[point])
+        if gate is not None:
+            gate.reach(point, (key,), (f"chatcmpl-{rid}-0",))
+        return gate is not None
 
     def key(self, image: dict[str, Any]) -> str:
         """`first`, `twin` … for what the plan calls so."""
-        return self.labels.setdefault(json.dumps(image, sort_keys=True), image_name(len(self.labels)))
+        text = json.dumps(image, sort_keys=True)
+        if text not in self.labels:
+            self.labels[text] = image_name(len(self.labels))
+        return self.labels[text]
 
 
 def image_name(number: int) -> str:
@@ -576,3 +597,72 @@ class TestConfined:
         store, _ = confined("absolute")
         with pytest.raises(ValueError, match="no uuid of this cell"):
             faulting._place(store.stage.stack, uuid)
+
+
+class TestWindows:
+    @pytest.mark.parametrize(
+        ("requirement", "name", "topology", "before"),
+        [
+            ("EPD-RACE-001", "looked-up-deleted", "e-pd", "looked-up"),
+            ("EPD-RACE-013", "allocated-replaced", "e-pd", "allocated"),
+            ("EPD-RACE-014", "loaded-deleted", "e-pd", "loaded"),
+            ("EPD-RACE-004", "prefilled-deleted", "e-p-d", "prefilled"),
+        ],
+    )
+    def test_the_fault_lies_in_its_window(
+        self, make: Make, requirement: str, name: str, topology: str, before: str
+    ) -> None:
+        world, run = make(requirement, name, topology)
+        evidence = run()
+        found = outcome(evidence)
+        assert (found["rehearsed"], found["verified"], found["healed"], found["problem"]) == (True, True, True, "")
+        # The request was sent while the object was whole, and came back from its point when it was not.
+        whole = b"victim" * 8
+        # Another request for it came, while it was away.
+        assert world.saw["consumer victim"] == (None if before == "loaded" else whole)
+        assert world.passed[f"{before} victim"] in (None, b"first" * 8)
+        assert world.passed[f"{before} twin"] == b"twin" * 8
+        assert world.probe.objects["victim"] == whole
+        held, opened = (
+            [event for event in evidence.during if event["ev"] == kind and event["point"] == before]
+            for kind in ("held", "opened")
+        )
+        assert [event["why"] for event in opened] == ["released", "released"], "twin and victim"
+        assert held[1]["t"] <= found["began_at"] <= found["injected_at"] <= opened[1]["t"]
+        labels = ["first", "twin", "victim", "fresh", *(["again"] if before == "loaded" else [])]
+        assert [answer.label for answer in evidence.answers] == labels
+        assert evidence.answers[2].started <= held[1]["t"]
+        assert json.loads(json.dumps(evidence.facts)) == evidence.facts
+
+    def test_whoever_does_not_come_by_is_not_held_and_nothing_is_done(self, make: Make) -> None:
+        world, run = make("EPD-RACE-001", "looked-up-deleted")
+        world.comes_by = False
+        evidence = run()
+        assert outcome(evidence)["receipt"] is None
+        assert "delete victim" not in world.happened
+        assert judge(evidence).verdict is Verdict.ERROR
+
+    def test_without_the_injection_the_cell_is_an_error(self, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+        """And a server that is held when the harness is in trouble is let go."""
+        _, run = make("EPD-RACE-001", "looked-up-deleted")
+        monkeypatch.setattr(faulting._Damage, "do", lambda self: None)
+        evidence = run()
+        assert [event["why"] for event in evidence.during if event["ev"] == "opened"] == ["released"] * 2
+        found = judge(evidence)
+        assert (found.verdict, found.reason) == (Verdict.ERROR, "barrier")
+
+    def test_servers_without_points_make_it_an_error(self, make: Make) -> None:
+        world, run = make("EPD-RACE-001", "looked-up-deleted")
+        world.stage.stack.barriers = None
+        evidence = run()
+        assert outcome(evidence)["problem"] == "StackError: nothing can be held: the servers have no points"
+        found = judge(evidence)
+        assert (found.verdict, found.reason) == (Verdict.ERROR, "barrier")
+        assert "no points" in found.observed
+
+    def test_only_runs_with_such_cells_have_points(self, make: Make) -> None:
+        with_points, _ = make("EPD-RACE-001", "looked-up-deleted")
+        without, _ = make("EPD-ERR-001", "deleted")
+        assert with_points.stage.stack.barriers is not None
+        assert without.stage.stack.barriers is None
+        assert without.consumer.gates == {}

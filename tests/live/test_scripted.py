@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -10,7 +11,9 @@ import requests
 from test_faulting import Make, make  # noqa: F401
 
 from epd_conformance.live import scripted
+from epd_conformance.oracle.judges import judge
 from epd_conformance.plans.steps import STEPS, step
+from epd_conformance.verdict import Verdict
 
 
 def records(facts: Any) -> list[tuple[str, bool, str]]:
@@ -146,3 +149,102 @@ class TestScript:
             run()
         assert seen == [True, False]
         assert (store / "object").read_text() == "kept"
+
+
+class TestAtOnce:
+    def test_many_requests_are_under_way_when_the_encode_server_goes_on(self, make: Make) -> None:  # noqa: F811
+        world, run = make("EPD-RACE-016", "img8")
+        evidence = run()
+        assert records(evidence.facts) == [("together", True, ""), ("send", True, "")]
+        assert world.happened == ["proxy first"] * 8 + ["proxy twin"]
+        assert [answer.label for answer in evidence.answers] == [one.label for one in evidence.plan.requests]
+        (opened,) = [event for event in evidence.during if event["ev"] == "opened"]
+        assert opened["why"] == "released"
+        assert opened["req"] == evidence.answers[0].request_id
+        # Sent while the first was held.
+        assert all(one.started <= opened["t"] for one in evidence.answers[:8])
+
+    def test_without_points_nothing_is_sent(self, make: Make) -> None:  # noqa: F811
+        world, run = make("EPD-RACE-016", "img8")
+        world.stage.stack.barriers = None
+        evidence = run()
+        assert records(evidence.facts)[0] == (
+            "together", False, "StackError: nothing can be held: the servers have no points"
+        )  # fmt: skip
+        assert judge(evidence).verdict is Verdict.ERROR
+
+    def test_several_primers_under_way_at_once(self, make: Make) -> None:  # noqa: F811
+        world, run = make("EPD-RACE-017", "primed4")
+        evidence = run()
+        assert world.happened == ["encode first"] * 4 + ["consumer first", "proxy twin"]
+        done = evidence.facts["steps"][0]
+        # These fakes hold the first only; a real server that is held answers nobody.
+        assert len(done["primers"]) == 4
+        assert max(one["started"] for one in done["primers"]) <= done["opened_at"]
+        assert done["opened_at"] <= max(one["ended"] for one in done["primers"])
+        assert world.encode.ids[0] == f"{evidence.answers[0].request_id}-e0"
+
+    @pytest.mark.parametrize(("point", "there"), [("saving", None), ("saved", b"first" * 8)])
+    def test_a_reader_comes_while_the_writer_is_held(self, make: Make, point: str, there: bytes | None) -> None:  # noqa: F811
+        world, run = make("EPD-RACE-018", point)
+        # The key of an item with a client's name is that name.
+        world.key = lambda image: image.get("uuid", "fresh")  # type: ignore[method-assign]
+        seen: list[bytes | None] = []
+        asked = world.asked
+
+        def watched(where: str, rid: str, body: dict[str, Any]) -> None:
+            if where == "consumer" and body:
+                seen.append(next(iter(world.probe.objects.values()), None))
+            asked(where, rid, body)
+
+        world.asked = watched  # type: ignore[method-assign]
+        evidence = run()
+        assert [done for _, done, _ in records(evidence.facts)] == [True] * 6
+        assert (seen[0] is None) is (there is None)
+        assert seen[1] is not None
+        held, opened = ([event["t"] for event in evidence.during if event["ev"] == kind] for kind in ("held", "opened"))
+        assert held[0] <= evidence.answers[0].started <= opened[0] <= evidence.answers[1].started
+
+    def test_a_cell_that_breaks_off_lets_its_server_go(self, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+        world, run = make("EPD-RACE-018", "saving")
+        world.key = lambda image: image.get("uuid", "fresh")  # type: ignore[method-assign]
+
+        def interrupted(self: Any, **fields: Any) -> None:
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(scripted._Script, "_send", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run()
+        opened = [event for event in world.stage.stack.journal.read() if event["ev"] == "opened"]
+        assert [event["why"] for event in opened] == ["released"]
+
+    def test_a_purge_goes_on_under_the_requests(self, make: Make) -> None:  # noqa: F811
+        world, run = make("EPD-RACE-009", "purged")
+        world.key = lambda image: "item"  # type: ignore[method-assign, assignment]
+        asked = world.asked
+
+        def waits(where: str, rid: str, body: dict[str, Any]) -> None:
+            asked(where, rid, body)
+            purge = world.here.purging
+            # An answer takes until the purge has been there.
+            while purge is not None and world.probe.objects and not purge._over.is_set():
+                time.sleep(0.002)
+
+        begun = scripted.Purge.__init__
+
+        def begin(self: Any, probe: Any) -> None:
+            begun(self, probe)
+            world.here.purging = self
+
+        world.here.purging = None
+        world.asked = waits  # type: ignore[method-assign]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(scripted.Purge, "__init__", begin)
+            evidence = run()
+        done = evidence.facts["steps"]
+        assert [(one["do"], one["done"]) for one in done] == [
+            ("purge", True), ("together", True), ("purge", True), ("send", True)
+        ]  # fmt: skip
+        assert {key for key, _ in done[2]["removed"]} == {"item"}
+        assert all(done[0]["at"] <= at <= done[2]["ended"] for _, at in done[2]["removed"])
+        assert "item" in world.probe.objects, "the fresh one is left alone"

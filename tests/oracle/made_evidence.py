@@ -9,11 +9,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from epd_conformance.connectors.barriers import POINTS
 from epd_conformance.oracle.answers import Answer
 from epd_conformance.oracle.cell import CellEvidence
 from epd_conformance.oracle.transport import Roles
 from epd_conformance.plans.plan import Draw, Plan, Request, replace_images, swap_images
 from epd_conformance.plans.steps import step
+from epd_conformance.plans.windows import WINDOWS
 from epd_conformance.verdict import Owner
 
 FILE_KV = "vllm.distributed.kv_transfer.kv_connector.v1.example_connector.ExampleConnector"
@@ -139,7 +141,8 @@ class Story:
                 self.write("encode-0", "worker", "save", **self.form(item["id"]))
             self.write("encode-0", "scheduler", "finished", req=req, delayed=False)
 
-    def consume(self, request: Request, rid: str, leg: str, primed: bool) -> None:
+    def consume(self, request: Request, rid: str, leg: str, primed: bool, held: bool = False) -> None:
+        window = WINDOWS[self.plan.window or ""] if held else None
         server, items = self.consumer, self.items(request)
         if self.plan.metadata_only and request.label in ("twin", "victim"):
             items = [{**item, "data": ["image_grid_thw"]} for item in items]
@@ -151,11 +154,15 @@ class Story:
         if self.plan.metadata_only and not primed:
             self.write(server, "scheduler", "unavailable", reqs=[req])
             return
+        if window is not None and window.loads_later:
+            self.hold(request, rid)
         self.step(server, req, () if primed else missing)
         for key in missing:
             event = "load" if primed else "save" if server in self.roles.both else "encoded"
             self.write(server, "worker", event, **self.form(key))
         self.held.update(missing)
+        if window is not None and not window.loads_later:
+            self.hold(request, rid)
         self.write(server, "scheduler", "finished", req=req, delayed=False)
 
     def decode(self, request: Request, rid: str) -> None:
@@ -187,6 +194,7 @@ class Story:
         by_hand: bool = False,
         lost: bool = False,
         past: bool = False,
+        held: bool = False,
     ) -> None:
         """`by_hand`: primed beforehand, and sent past the encode servers. `lost`: what was saved is not there any more. `past`:
         sent past the encode servers, for what was saved by an earlier request."""
@@ -199,7 +207,7 @@ class Story:
         if primed and not direct and not by_hand and not past:
             self.prime(request, rid)
         leg = "" if direct else "-p" if self.roles.decode else "-d"
-        self.consume(request, rid, leg, primed and not lost)
+        self.consume(request, rid, leg, primed and not lost, held)
         if self.plan.metadata_only and lost:
             self.answers.append(Answer(request.label, rid, 500, error="refused", started=started, seconds=0.01))
             return
@@ -208,6 +216,46 @@ class Story:
         self.answers.append(
             good_answer(request, rid=rid, started=started, seconds=self.now - started, streamed=request.stream)
         )
+
+    def hold(self, request: Request, rid: str) -> None:
+        """Hold a request in the plan's window, now; the fault may be done while `held_at` to `opened_at`."""
+        window = WINDOWS[self.plan.window or ""]
+        proxy = POINTS[window.point] == "proxy"
+        server, side = ("bypass", "proxy") if proxy else (self.consumer, POINTS[window.point])
+        item = self.items(request)[0]
+        at = {"point": window.point, "id": None if proxy else item["id"], "req": rid if proxy else None}
+        about = {"computed": item["offset"] + 1, "tokens": 99} if window.point == "scheduled" else {}
+        self.write(server, side, "held", **at, **about)
+        self.now += 0.01
+        self.write(server, side, "opened", **at, why="released", seconds=0.01)
+
+    def in_window(self) -> None:
+        """Send the requests of a cell with a window, in which the third one's object is damaged; nothing comes of it."""
+        first, twin, victim, fresh, *again = self.plan.requests
+        window = WINDOWS[self.plan.window or ""]
+        self.send(first)
+        for request in (twin, victim):
+            self.send(request, by_hand=True, held=True)
+        item = self.items(victim)[0]
+        opened = [event["t"] for event in self.events if event["ev"] == "opened"][-1]
+        self.now += 0.01
+        whole, after = {"sha256": digest_of("object"), "bytes": 6000}, {"sha256": digest_of("damage"), "bytes": 3000}
+        receipt = {"kind": self.plan.fault, "key": item["id"], "at": opened - 0.008, "before": whole, "after": after}
+        self.facts["fault"] = {
+            "rehearsed": True,
+            "receipt": receipt,
+            "verified": True,
+            "began_at": opened - 0.008,
+            "injected_at": opened - 0.004,
+            "healed": True,
+            "healed_at": self.now,
+            "problem": "",
+        }
+        self.send(fresh)
+        if window.again:
+            for request in again:
+                self.send(request, direct=not self.roles.decode, past=True)
+        self._go_on()
 
     def damaged(self) -> None:
         """Send the four requests of a cell with a fault, which is done to the third one's object."""
@@ -238,8 +286,7 @@ class Story:
         records: list[dict[str, Any]] = []
         self.facts["steps"] = records
         servers = sorted(self.roles.encode | self.roles.consumers | self.roles.decode)
-        rest, gone = iter(self.plan.requests), False
-        damaged = ""
+        rest, damaged, gone, point = iter(self.plan.requests), "", False, ""
         for one in self.plan.steps:
             self.now += 0.01
             record: dict[str, Any] = {"do": one["do"], "at": self.now, "done": True, "problem": ""}
@@ -273,17 +320,67 @@ class Story:
                 case {"do": "store"}:
                     gone = one["how"] == "removed"
                     record |= {"removed": 2} if one["how"] == "emptied" else {}
+                case {"do": "prime-together"}:
+                    request, began = self.plan.requests[len(self.answers)], self.now
+                    record["opened_at"] = self.stopped("scheduled", "req", self.next_id())
+                    for number in range(int(one["count"])):
+                        self.prime(request, digest_of(f"{self.judge} {number}")[:32] if number else self.next_id())
+                    sent = {"started": began, "ended": self.now, "status": 200}
+                    record["primers"] = [dict(sent) for _ in range(int(one["count"]))]
+                case {"do": "prime-held"}:
+                    request, point = self.plan.requests[len(self.answers)], one["point"]
+                    stopped = {"point": point, "id": self.items(request)[0]["id"], "req": None}
+                    writing = (request, self.next_id())
+                    if point == "saved":
+                        self.prime(*writing)
+                    self.write("encode-0", "worker", "held", **stopped)
+                case {"do": "release"}:
+                    self.write("encode-0", "worker", "opened", **stopped, why="released", seconds=1.0)
+                    if point == "saving":
+                        self.prime(*writing)
+                case {"do": "purge", "how": "end"}:
+                    last = self.answers[-1]
+                    key = item_key(self.plan.requests[len(self.answers) - 1].images[0], None)
+                    record["removed"] = [[key, last.started + last.seconds / 2]]
+                case {"do": "together"}:
+                    self.at_once([next(rest) for _ in range(int(one["count"]))])
                 case {"do": "send"}:
                     request = next(rest)
                     past = one["way"] == "past-encode"
                     direct = past and not self.roles.decode
+                    unsaved = {"primed": False} if one["how"] == "any" and point == "saving" else {}
                     keys = [item_key(image, None) for image in request.images]
                     if not past and damaged in keys and damaged not in self.encoder_holds:
                         damaged = ""  # it is encoded and saved once more
-                    self.send(request, direct=direct, past=past, lost=gone or damaged in keys)
+                    self.send(request, direct=direct, past=past, lost=gone or damaged in keys, **unsaved)
             record["ended"] = self.now
             records.append(record)
         self._go_on()
+
+    def stopped(self, point: str, kind: str, value: str) -> float:
+        """The encode server is held, and let go; when."""
+        at = {"point": point, "id": None, "req": None, kind: value}
+        self.write("encode-0", "scheduler", "held", **at)
+        self.now += 0.005
+        self.write("encode-0", "scheduler", "opened", **at, why="released", seconds=0.005)
+        return self.now
+
+    def at_once(self, requests: Sequence[Request]) -> None:
+        """All are sent, the first is held at its encode server, and the first of an item that comes to the consumer loads."""
+        rids = [digest_of(f"{self.judge} at once {number}")[:32] for number in range(len(requests))]
+        started = [self.now + 0.001 * number for number in range(len(requests))]
+        self.now = started[-1] + 0.001
+        self.stopped("scheduled", "req", rids[0])
+        for request, rid in zip(requests, rids, strict=True):
+            self.prime(request, rid)
+        for request, rid in zip(requests, rids, strict=True):
+            self.consume(request, rid, "-p" if self.roles.decode else "-d", True)
+            if self.roles.decode:
+                self.decode(request, rid)
+        self.answers += [
+            good_answer(request, rid=rid, started=at, seconds=self.now - at)
+            for request, rid, at in zip(requests, rids, started, strict=True)
+        ]
 
     def _forget(self, server: str) -> None:
         keys = sorted({event["id"] for event in self.events if event["ev"] in ("load", "encoded", "save")})
@@ -346,7 +443,7 @@ SCRIPT = (
 )
 
 
-def _plan(judge: str, images: int) -> Plan:
+def _plan(judge: str, images: int, window: str) -> Plan:
     draw = Draw(0, judge)
     drawn = [draw.image() for _ in range(images)]
     if judge in ("text-only", "untouched"):
@@ -359,6 +456,15 @@ def _plan(judge: str, images: int) -> Plan:
         four = tuple(draw.request(label, draw.image()) for label in ("first", "twin", "victim", "fresh"))
         others = tuple(replace_images(request, [draw.image()], f"{request.label}, other") for request in four)
         return Plan(four, others, "deleted" if judge == "recomputed" else "truncated", judge == "fails-alone")
+    if judge == "in-window":
+        drawn = [draw.image() for _ in range(4)]
+        five = tuple(
+            draw.request(label, drawn[index])
+            for label, index in (("first", 0), ("twin", 1), ("victim", 2), ("fresh", 3), ("again", 2))
+        )
+        asked = five if WINDOWS[window].again else five[:4]
+        others = tuple(replace_images(request, [draw.image()], f"{request.label}, other") for request in asked)
+        return Plan(asked, others, "truncated", window=window)
     if judge == "scripted":
         same = draw.image()
         shown = [same, same, draw.image(), same, draw.image()]
@@ -380,7 +486,15 @@ def _plan(judge: str, images: int) -> Plan:
     return Plan((request,), (replace_images(request, [draw.image() for _ in drawn], "other"),))
 
 
-def passing(judge: str, topology: str = "", *, images: int = 2, prompt: int = PROMPT, owner: str = "") -> CellEvidence:
+def passing(
+    judge: str,
+    topology: str = "",
+    *,
+    images: int = 2,
+    prompt: int = PROMPT,
+    owner: str = "",
+    window: str = "allocated",
+) -> CellEvidence:
     """Evidence of a cell that went well."""
     import made_proxied  # it tells its stories with what stands here
 
@@ -391,7 +505,7 @@ def passing(judge: str, topology: str = "", *, images: int = 2, prompt: int = PR
         made_proxied.carry(story, judge)
         return story.evidence()
     story = Story(
-        judge, topology, _plan(judge, images), owner=Owner(owner) if owner else Owner.CONNECTOR, prompt=prompt
+        judge, topology, _plan(judge, images, window), owner=Owner(owner) if owner else Owner.CONNECTOR, prompt=prompt
     )
     if judge == "stage-error":
         story.facts = {"stage": "encode", "status": 404}
@@ -414,6 +528,8 @@ def passing(judge: str, topology: str = "", *, images: int = 2, prompt: int = PR
         story.send(story.plan.requests[0], primed=False, direct=topology == "e-pd")
     elif judge in ("recomputed", "contained", "fails-alone"):
         story.damaged()
+    elif judge == "in-window":
+        story.in_window()
     elif judge == "scripted":
         story.scripted()
     elif judge == "confined":
@@ -508,6 +624,7 @@ NOTICED: dict[str, tuple[str, ...]] = {
     "recomputed": ("id", "digest", "removed", "encode", "status", "refused", "kv"),
     "fails-alone": ("id", "digest", "removed", "encode", "status", "refused", "kv"),
     "contained": ("id", "digest", "removed", "encode", "status", "refused", "kv"),
+    "in-window": ("id", "digest", "removed", "encode", "status", "refused", "kv"),
     "confined": ("digest", "removed", "encode", "status", "refused"),
     "scripted": ("id", "digest", "removed", "encode", "status", "kv"),
     "kept-apart": ("id", "status"),
@@ -519,6 +636,8 @@ NOTICED: dict[str, tuple[str, ...]] = {
 MAY: dict[str, dict[str, tuple[str, ...]]] = {
     "recomputed": {"victim": ("digest", "encode")},
     "contained": {"victim": ("digest", "encode", "refused")},
+    # Whether the victim is loaded or encoded is its own affair: nobody's line of it is missed, only wrong bytes.
+    "in-window": {"victim": ("encode", "refused", "removed")},
     "fails-alone": {"victim": ("digest", "encode", "refused", "id", "kv", "removed")},
     # Nothing is asked of the one with a damaged object, and not where the other one comes from while the store is gone.
     "scripted": {

@@ -30,6 +30,7 @@ from spoilt_faults import SPOILT as SPOILT_FAULTS
 from spoilt_proxied import SPOILT as SPOILT_PROXIED
 from spoilt_scripts import ALLOWED as ALLOWED_SCRIPTS
 from spoilt_scripts import SPOILT as SPOILT_SCRIPTS
+from spoilt_windows import SPOILT as SPOILT_WINDOWS
 
 from epd_conformance.oracle import judges
 from epd_conformance.oracle.answers import NO_IDS
@@ -612,7 +613,7 @@ NEGATIVE: list[tuple[str, str, Spoil, Verdict, str, str | None, Owner | None]] =
     *[(name, "", lambda c: with_answer(c, status=500), Verdict.FAIL, "request-failed", "status", None)
       for name in JUDGES
       if name not in ("stage-error", "constructed", "encode-only", "recomputed", "contained", "fails-alone", "confined",
-                      "scripted", *EXCHANGED)],
+                      "in-window", "scripted", *EXCHANGED)],
     *[(name, "", contrast_alike, Verdict.INCONCLUSIVE, "no power", None, None) for name in ALL_EXACT],
     *[(name, "", contrast_failed, Verdict.ERROR, "no-contrast", None, None) for name in ALL_EXACT],
     *[(name, "", contrast_never_asked, Verdict.ERROR, "no-contrast", None, None) for name in ALL_EXACT],
@@ -620,6 +621,7 @@ NEGATIVE: list[tuple[str, str, Spoil, Verdict, str, str | None, Owner | None]] =
     *SPOILT_FAULTS,
     *SPOILT_SCRIPTS,
     *SPOILT_PROXIED,
+    *SPOILT_WINDOWS,
 ]  # fmt: skip
 
 

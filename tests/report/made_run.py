@@ -191,6 +191,8 @@ class MadeRun:
             story.send(requests[1], direct=True)
         elif case.judge in ("recomputed", "contained", "fails-alone"):
             story.damaged()
+        elif case.judge == "in-window":
+            story.in_window()
         elif case.judge == "scripted":
             story.scripted()
         elif case.judge == "confined":
