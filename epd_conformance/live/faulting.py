@@ -16,7 +16,7 @@ import shutil
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +26,7 @@ from epd_conformance.errors import StackError
 from epd_conformance.faults.fault import Fault, Receipt, Target
 from epd_conformance.faults.store import FAULTS
 from epd_conformance.live import http
-from epd_conformance.plans.plan import Request
+from epd_conformance.plans.plan import Image, Request
 from epd_conformance.probe import StoreProbe
 from epd_conformance.proxy.media import extract_items, item_metadata, primer_body, with_metadata
 from epd_conformance.topology import claims
@@ -173,11 +173,33 @@ def primed(runner: Runner, request: Request, rid: str, outcome: dict[str, Any]) 
 
 def _short(runner: Runner, request: Request, said: dict[str, Any]) -> dict[str, Any]:
     """What replaces the media of a request, where the plan sends metadata only."""
-    if not runner.plan.metadata_only:
-        return {}
+    return _replaced(runner, request, said) if runner.plan.metadata_only else {}
+
+
+def _replaced(runner: Runner, request: Request, said: dict[str, Any]) -> dict[str, Any]:
     body = request.body(runner.stack.served_name)
     items = extract_items(body)
     return {"messages": with_metadata(body, items, item_metadata(said, items))["messages"]}
+
+
+def referred(runner: Runner, request: Request) -> dict[str, Any]:
+    """What replaces the media of a request: what an encode server says of its items, under the uuids of the plan.
+
+    The encode server is asked without these uuids, so nothing is saved under them. Nothing is replaced where it says nothing.
+    """
+    nameless = replace(
+        request,
+        messages=tuple(
+            replace(
+                message,
+                parts=tuple(replace(part, uuid=None) if isinstance(part, Image) else part for part in message.parts),
+            )
+            for message in request.messages
+        ),
+    )
+    rid = uuid.uuid4().hex
+    _, said = _prime(runner.stack, nameless, rid, runner.salt(request, rid))
+    return _replaced(runner, request, said)
 
 
 def _prime(stack: Stack, request: Request, rid: str, salt: str | None) -> tuple[int, dict[str, Any]]:
@@ -259,12 +281,12 @@ def confined(runner: Runner) -> None:
         places = [_place(stack, str(uuid_)) for request in (baited, hostile) for uuid_ in request.uuids]
         try:
             bait = _lay_bait(stack, str(plain.uuids[0]), str(baited.uuids[0]), places[0])
-            before = _outside(stack, places)
+            before = outside(stack, places)
             runner.send(runner.stage.bypass, baited)
             runner.send(stack.base_url, hostile)
             runner.facts |= {"health": health(stack), "busy": busy(stack)}
             time.sleep(WRITTEN_S)
-            runner.facts |= {"bait": bait, "before": before, "after": _outside(stack, places)}
+            runner.facts |= {"bait": bait, "before": before, "after": outside(stack, places)}
         finally:
             for path in _at(stack, places):
                 if path.is_dir() and not path.is_symlink():
@@ -324,7 +346,7 @@ def _lay_bait(stack: Stack, plain: str, hostile: str, place: Path) -> list[str]:
     return made
 
 
-def _outside(stack: Stack, places: Iterable[Path]) -> dict[str, str]:
+def outside(stack: Stack, places: Iterable[Path] = ()) -> dict[str, str]:
     """What lies outside the store, of all that a hostile uuid may lead to: relative path to digest (`folder` for one)."""
     found: dict[str, str] = {}
     own = {stack.store, stack.kv_store, stack.folder / "journal"}

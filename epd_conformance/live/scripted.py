@@ -72,7 +72,13 @@ class _Script:
         del how  # the judge's
         request, rid = self.primed or (next(self.rest), uuid.uuid4().hex)
         self.primed = None
-        self.runner.send(self.stack.base_url if way == "proxy" else self.runner.stage.bypass, request, rid=rid)
+        overrides = {}
+        if way == "reference":
+            overrides = faulting.referred(self.runner, request)
+        elif way == "uuid-alone":
+            overrides = {"messages": without_media(request.body(self.stack.served_name))}
+        address = self.stack.base_url if way == "proxy" else self.runner.stage.bypass
+        self.runner.send(address, request, rid=rid, overrides=overrides)
         self.key = self.key or faulting.key_of(self.runner, self.runner.answers[0].request_id)
 
     def _prime(self) -> None:
@@ -128,6 +134,11 @@ class _Script:
         self.mend()
         return {}
 
+    def _look(self) -> dict[str, Any]:
+        if len([record for record in self.records if record["do"] == "look"]) > 1:
+            time.sleep(faulting.WRITTEN_S)
+        return {"outside": faulting.outside(self.stack)}
+
     def _probe(self) -> StoreProbe | None:
         info, subject = self.stack.info, self.runner.session.subject
         return subject.probe(info) if info is not None and subject is not None else None
@@ -154,6 +165,21 @@ class _Script:
         if probe is not None and self.key is not None and probe.read(self.key) is not None:
             raise StackError("the object can be read although the store's folder is away: the store lies elsewhere")
         return {}
+
+
+def without_media(body: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The messages of a request with nothing left of its items but the client's names for them, as vLLM takes them for
+    something that it has in its processor cache (`_parse_chat_message_content_mm_part` in renderers/chat_utils.py)."""
+    return [
+        {
+            **message,
+            "content": [
+                {**part, "image_url": None} if isinstance(part, dict) and "image_url" in part else part
+                for part in message["content"]
+            ],
+        }
+        for message in body["messages"]
+    ]
 
 
 def _put_back(away: Path, store: Path) -> None:

@@ -222,7 +222,7 @@ class LiveSession:
         for cell, plan in plans.items():
             if cell not in exact:
                 continue
-            for request in plan.requests:
+            for request in plan.compared:
                 offered.setdefault(request.digest(), replace(request, label=f"{cell} {request.label}"))
             for request in plan.contrasts:
                 contrasts.setdefault(request.digest(), request)

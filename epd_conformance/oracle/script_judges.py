@@ -12,7 +12,7 @@ from itertools import chain, repeat
 from typing import Any
 
 from epd_conformance.oracle.cell import CellEvidence, Judgement
-from epd_conformance.oracle.fault_judges import went_on
+from epd_conformance.oracle.fault_judges import fields, went_on, wrote_outside
 from epd_conformance.oracle.rungs import (
     bad_status,
     comparable,
@@ -25,7 +25,8 @@ from epd_conformance.oracle.rungs import (
     wrong_digest,
     wrong_tokens,
 )
-from epd_conformance.oracle.transport import Item, Transport
+from epd_conformance.oracle.transport import Item, Transport, leg_of
+from epd_conformance.plans.steps import MUST_FAIL
 from epd_conformance.verdict import Verdict
 
 
@@ -41,15 +42,23 @@ def scripted(cell: CellEvidence) -> Judgement:
         )
     proofs = [cell.transport(index) for index in range(len(sends))]
     kvs = [cell.kv(index) for index in range(len(sends))]
-    judged = [index for index, position in enumerate(sends) if cell.plan.steps[position]["how"] != "unjudged"]
+    hows = cell.plan.hows
+    judged = [index for index, how in enumerate(hows) if how not in (*MUST_FAIL, "unjudged")]
+    answered = [index for index in judged if not (hows[index] == "contained" and cell.answers[index].failed)]
     found = worst(
         wrong_digest(cell, [proofs[index] for index in judged]),
-        *(_answer(cell, index, proofs[index]) for index in judged),
+        *(_answer(cell, index, proofs[index]) for index in answered),
+        *(
+            _not_referred(cell, index, sends[index]) or _not_failed(cell, index)
+            for index, how in enumerate(hows)
+            if how in MUST_FAIL
+        ),
         *(_way(cell, position, proof) for position, proof in zip(sends, proofs, strict=True)),
-        *(_not_met(proof) for index, proof in enumerate(proofs) if index not in judged),
+        *(_not_met(proof) for how, proof in zip(hows, proofs, strict=True) if how == "unjudged"),
+        _left_outside(cell),
         went_on(cell),
         _not_done(cell),
-        unproven([], [kvs[index] for index in judged]),
+        unproven([], [kvs[index] for index in answered]),
         no_power(cell),
     )
     script = ", ".join(_words(step) for step in cell.plan.steps)
@@ -65,10 +74,57 @@ def _answer(cell: CellEvidence, index: int, proof: Transport) -> Judgement | Non
     )
 
 
+def _not_failed(cell: CellEvidence, index: int) -> Judgement | None:
+    """Whether a request that must fail did, in the way that its step asks for, and its client was told."""
+    how, answer = cell.plan.hows[index], cell.answers[index]
+    right = 400 <= answer.status < 500 if how == "refused" else answer.failed
+    if right:
+        return _not_given_up(cell, index) if how == "given-up" else None
+    hung = answer.status == 0
+    status = f"status {answer.status}"
+    return Judgement(
+        Verdict.FAIL,
+        reason="request-failed" if hung else "not-refused" if how == "refused" else "not-failed",
+        rung="status",
+        expected=f"request {answer.label!r} is answered with " + ("a 4xx status" if how == "refused" else "an error"),
+        observed=f"{status}: {answer.error or answer.body or f'{len(answer.ids)} tokens'}"[:2000],
+    )
+
+
+def _not_given_up(cell: CellEvidence, index: int) -> Judgement | None:
+    rid = cell.answers[index].request_id
+    named = [name for event in cell.during if event["ev"] == "unavailable" for name in event["reqs"]]
+    if any(leg_of(name, rid) is not None for name in named):
+        return None
+    return inconclusive("not-given-up", "the connector names the request as unavailable", f"it named {named or 'none'}")
+
+
+def _not_referred(cell: CellEvidence, index: int, position: int) -> Judgement | None:
+    """Whether a reference reached the consumer as one, or was refused before it did: else nothing was tested."""
+    if cell.plan.steps[position]["way"] not in ("reference", "uuid-alone"):
+        return None
+    answer = cell.answers[index]
+    whole = fields(cell, cell.roles.encode, cell.answers[0].request_id, ("e0",))
+    got = fields(cell, cell.roles.consumers, answer.request_id, ("d", "p", ""))
+    if got < whole and (got or answer.failed):
+        return None
+    return inconclusive(
+        "media-sent",
+        "the consumer gets a reference in place of the media",
+        f"request {answer.label!r} reached it with {', '.join(sorted(got)) or 'nothing'}",
+    )
+
+
+def _left_outside(cell: CellEvidence) -> Judgement | None:
+    """Whether something beside the store is otherwise than at the first look."""
+    looks = [record["outside"] for record in cell.facts["steps"] if record["do"] == "look" and record["done"]]
+    return wrote_outside(looks[0], looks[-1]) if looks else None
+
+
 def _way(cell: CellEvidence, position: int, proof: Transport) -> Judgement | None:
     """Whether the items of a request came to the consumer as its step says."""
     how = cell.plan.steps[position]["how"]
-    if how in ("any", "unjudged"):
+    if how not in ("loaded", "saved"):
         return None
     if not proof.items:
         return inconclusive(

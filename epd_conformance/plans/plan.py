@@ -13,6 +13,7 @@ from typing import Any
 
 from epd_conformance.errors import UsageError
 from epd_conformance.plans.media import ImageSpec
+from epd_conformance.plans.steps import MUST_FAIL
 
 SCHEMA = "epd-conformance/plan/v1"
 
@@ -44,10 +45,10 @@ class Text:
 
 @dataclass(frozen=True)
 class Image:
-    """An image in a message; `uuid` is the client's own name for it, normally none."""
+    """An image in a message; `uuid` is the client's own name for it, normally none, and a string but where that is tested."""
 
     spec: ImageSpec
-    uuid: str | None = None
+    uuid: Any = None
 
     def part(self) -> dict[str, Any]:
         item: dict[str, Any] = dict(self.spec.item())
@@ -122,7 +123,7 @@ class Request:
         return [part.spec for message in self.messages for part in message.parts if isinstance(part, Image)]
 
     @property
-    def uuids(self) -> list[str | None]:
+    def uuids(self) -> list[Any]:
         """The client's names for the images, in the order of the conversation."""
         return [part.uuid for message in self.messages for part in message.parts if isinstance(part, Image)]
 
@@ -179,6 +180,18 @@ class Plan:
     fault: str | None = None
     metadata_only: bool = False
     steps: tuple[Mapping[str, str], ...] = ()
+
+    @property
+    def hows(self) -> tuple[str, ...]:
+        """What is asked of each request of a scripted cell (`plans.steps`), in order."""
+        return tuple(step["how"] for step in self.steps if step["do"] == "send")
+
+    @property
+    def compared(self) -> tuple[Request, ...]:
+        """The requests that a baseline is asked too: all but those that must fail."""
+        if not self.steps:
+            return self.requests
+        return tuple(request for request, how in zip(self.requests, self.hows, strict=False) if how not in MUST_FAIL)
 
     @property
     def primed(self) -> frozenset[int]:
@@ -266,6 +279,11 @@ def replace_images(request: Request, images: Iterable[Image], label: str) -> Req
         for message in request.messages
     )
     return replace(request, label=label, messages=messages)
+
+
+def other_images(draw: Draw, requests: Iterable[Request]) -> tuple[Request, ...]:
+    """Contrasts to requests of one image: the same with an image that nobody else has, and without the client's name for it."""
+    return tuple(replace_images(request, [draw.image()], f"{request.label}, other") for request in requests)
 
 
 def lengthen(request: Request, times: int = 1) -> Request:

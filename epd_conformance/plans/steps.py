@@ -8,12 +8,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+#: Of `send`: how a request must be answered, and what it must fail of: an error of whatever kind, one after the connector gave
+#: the request up, or a 4xx answer.
+ANSWERED = ("loaded", "saved", "any", "contained")
+MUST_FAIL = ("fails", "given-up", "refused")
+
 #: Step -> its fields and their values; an empty tuple: any text.
 STEPS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
-    # The next request goes to the stack as clients send it, or past the encode servers. `how` is how its items must come to the
-    # consumer: loaded by this request; saved anew since the step before and loaded; or as may be. `unjudged`: nothing is asked
-    # of the answer, since a fault of somebody else's is in force.
-    "send": {"way": ("proxy", "past-encode"), "how": ("loaded", "saved", "any", "unjudged")},
+    # The next request goes to the stack as clients send it, or past the encode servers: as it is, as a `reference` (what an
+    # encode server says of its item, in place of the media, under the uuid of the plan), or with the `uuid-alone`.
+    # `how` is how its items must come to the consumer: loaded by this request; saved anew since the step before and loaded; or
+    # as may be. `contained`: answered rightly, or failed alone. The hows of `MUST_FAIL` ask for an error. `unjudged`:
+    # nothing is asked of the answer, since a fault of somebody else's is in force.
+    "send": {"way": ("proxy", "past-encode", "reference", "uuid-alone"), "how": (*ANSWERED, *MUST_FAIL, "unjudged")},
     # An encode server saves the next request's item, as the proxy has it done.
     "prime": {},
     # The object that was primed last, or that of the first request, is damaged (`faults.store.FAULTS`), or put back.
@@ -25,6 +32,8 @@ STEPS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "restart": {"servers": ("encode", "consumer", "all")},
     # All objects are removed through the probe; the store's folder is moved away; or it is as before again.
     "store": {"how": ("emptied", "removed", "mended")},
+    # What lies beside the store is written down: from the first look of a script to its last nothing of it may change.
+    "look": {},
 }
 
 
@@ -33,6 +42,11 @@ def step(do: str, **fields: str) -> Mapping[str, str]:
     checked = {"do": do, **fields}
     check(checked)
     return checked
+
+
+def send(how: str, way: str = "proxy") -> Mapping[str, str]:
+    """The step that sends the next request."""
+    return step("send", way=way, how=how)
 
 
 def check(one: Mapping[str, Any]) -> None:
