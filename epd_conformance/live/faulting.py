@@ -269,6 +269,33 @@ def _working_on(url: str) -> int | None:
         time.sleep(0.1)
 
 
+def reset(url: str, cache: str) -> int:
+    """Have a server empty a cache (`encoder`, `mm`, `prefix`); the status, 0 where no answer came.
+
+    As long as requests hold blocks a server cannot, and says so: 409 where that does not end.
+    """
+    deadline = time.monotonic() + IDLE_S
+    while True:
+        try:
+            answer = http.post(f"{url}/reset_{cache}_cache", timeout=30)
+        except requests.RequestException:
+            return 0
+        if answer.status_code != 200 or not _refused(answer):
+            return answer.status_code
+        if time.monotonic() > deadline:
+            return 409
+        time.sleep(0.1)
+
+
+def _refused(answer: requests.Response) -> bool:
+    """`/reset_prefix_cache` answers 200 also where it did not: `{"success": false}` (entrypoints/serve/dev/cache/api_router.py)."""
+    try:
+        said = answer.json()
+    except ValueError:
+        return False
+    return isinstance(said, dict) and said.get("success") is False
+
+
 # -- uuids that would leave the store ----------------------------------------------------------------------------------
 
 

@@ -13,11 +13,9 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import requests
-
 from epd_conformance.errors import StackError
 from epd_conformance.faults.fault import Receipt, Target
-from epd_conformance.live import faulting, http
+from epd_conformance.live import faulting
 from epd_conformance.probe import StoreProbe
 from epd_conformance.topology.spec import Role
 from epd_conformance.topology.stack import Server
@@ -113,7 +111,7 @@ class _Script:
             raise StackError("the object could not be put back")
 
     def _reset(self, cache: str) -> dict[str, Any]:
-        return {"statuses": {server.name: _reset(f"{server.url}/reset_{cache}_cache") for server in self.stack.servers}}
+        return {"statuses": {server.name: faulting.reset(server.url, cache) for server in self.stack.servers}}
 
     def _restart(self, servers: str) -> dict[str, Any]:
         chosen = self._chosen(servers)
@@ -187,27 +185,3 @@ def _put_back(away: Path, store: Path) -> None:
     if store.exists():
         shutil.rmtree(store)
     away.rename(store)
-
-
-def _reset(url: str) -> int:
-    """Have a server empty a cache; the status, 409 where it says that it could not, as long as requests hold blocks."""
-    deadline = time.monotonic() + faulting.IDLE_S
-    while True:
-        try:
-            answer = http.post(url, timeout=30)
-        except requests.RequestException:
-            return 0
-        if answer.status_code != 200 or not _refused(answer):
-            return answer.status_code
-        if time.monotonic() > deadline:
-            return 409
-        time.sleep(0.1)
-
-
-def _refused(answer: requests.Response) -> bool:
-    """`/reset_prefix_cache` answers 200 also where it did not: `{"success": false}` (entrypoints/serve/dev/cache/api_router.py)."""
-    try:
-        said = answer.json()
-    except ValueError:
-        return False
-    return isinstance(said, dict) and said.get("success") is False

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -182,7 +182,8 @@ class LiveSession:
             self.say(f"asking the p-d baseline {len(offered)} prompts")
             # The noise of the pair is that of its two servers, which the aggregated arm measures; once more shows a
             # difference between its own runs.
-            baseline.ask_pd(baselines, pd, offered, 2)
+            sequences = [plan for cell, plan in plans.items() if cell in exact and plan.sequence]
+            baseline.ask_pd(baselines, pd, _apart(offered, sequences), 2, sequences=sequences)
             self.site.stop(pd)
             (stack,) = self.site.boot(subject_spec)
             self.on_boot()
@@ -227,7 +228,9 @@ class LiveSession:
             for request in plan.contrasts:
                 contrasts.setdefault(request.digest(), request)
         self.say(f"asking the aggregated baseline {len(offered)} prompts {baseline.REPETITIONS} times")
-        baseline.ask_aggregated(baselines, aggregated, list(offered.values()))
+        sequences = [plan for cell, plan in plans.items() if cell in exact and plan.sequence]
+        alone = _apart(offered.values(), sequences)
+        baseline.ask_aggregated(baselines, aggregated, alone, sequences=sequences)
         # A contrast only has to differ: once is enough.
         answers = baselines.arms["aggregated"]
         for digest, request in contrasts.items():
@@ -258,6 +261,12 @@ class LiveSession:
         """Carry out a cell and return its evidence; judging is somebody else's."""
         stage = self.stage(cell.topology)
         return Runner(self, stage, cell).evidence()
+
+
+def _apart(requests: Iterable[Request], sequences: Sequence[Plan]) -> list[Request]:
+    """The requests that a baseline is asked by themselves."""
+    within = {request.digest() for plan in sequences for request in plan.requests}
+    return [request for request in requests if request.digest() not in within]
 
 
 class Runner:

@@ -17,8 +17,10 @@ from epd_conformance.oracle.rungs import (
     bad_status,
     comparable,
     counted,
+    first_of,
     inconclusive,
     no_power,
+    not_told_apart,
     passed,
     unproven,
     worst,
@@ -26,7 +28,7 @@ from epd_conformance.oracle.rungs import (
     wrong_tokens,
 )
 from epd_conformance.oracle.transport import Item, Transport, leg_of
-from epd_conformance.plans.steps import MUST_FAIL
+from epd_conformance.plans.steps import AS_AGGREGATED, MUST_FAIL
 from epd_conformance.verdict import Verdict
 
 
@@ -44,7 +46,7 @@ def scripted(cell: CellEvidence) -> Judgement:
     kvs = [cell.kv(index) for index in range(len(sends))]
     hows = cell.plan.hows
     judged = [index for index, how in enumerate(hows) if how not in (*MUST_FAIL, "unjudged")]
-    answered = [index for index in judged if not (hows[index] == "contained" and cell.answers[index].failed)]
+    answered = [index for index in judged if not (cell.answers[index].failed and _may_fail(cell, index))]
     found = worst(
         wrong_digest(cell, [proofs[index] for index in judged]),
         *(_answer(cell, index, proofs[index]) for index in answered),
@@ -59,19 +61,50 @@ def scripted(cell: CellEvidence) -> Judgement:
         went_on(cell),
         _not_done(cell),
         unproven([], [kvs[index] for index in answered]),
-        no_power(cell),
+        _no_power(cell),
     )
     script = ", ".join(_words(step) for step in cell.plan.steps)
     verdict = found or passed(f"right answers, and items where they should come from: {script}", "so it was")
     return replace(verdict, evidence=counted(proofs, kvs))
 
 
+def _may_fail(cell: CellEvidence, index: int) -> bool:
+    how = cell.plan.hows[index]
+    return how in ("contained", "as-aggregated-or-fails") or (how == "as-aggregated" and _refuses(cell, index))
+
+
+def _refuses(cell: CellEvidence, index: int) -> bool:
+    """Whether the aggregated server, asked the same sequence, failed this request."""
+    base = cell.baseline.get(cell.plan.requests[index].digest(), {}).get("aggregated")
+    return base is not None and base.failed
+
+
 def _answer(cell: CellEvidence, index: int, proof: Transport) -> Judgement | None:
+    if cell.plan.hows[index] in AS_AGGREGATED and cell.answers[index].status == 200 and _refuses(cell, index):
+        return Judgement(
+            Verdict.FAIL,
+            reason="not-failed",
+            rung="status",
+            expected=f"request {cell.answers[index].label!r} fails, as it does on the aggregated server after the same requests",
+            observed=f"token ids {list(cell.answers[index].ids)}",
+        )
     return (
         bad_status(cell, index)
         or comparable(cell, index)
         or wrong_tokens(cell, index, proof.digests_equal, proof.order_kept)
     )
+
+
+def _no_power(cell: CellEvidence) -> Judgement | None:
+    """As `no_power`; what a request of a sequence is answered about is open, so its two contents must be told apart."""
+    if not cell.plan.sequence:
+        return no_power(cell)
+    requests, contrasts = cell.plan.requests, cell.plan.contrasts
+    pairs = [
+        (contrasts[len(requests) + index] if how in AS_AGGREGATED else requests[index], contrasts[index])
+        for index, how in enumerate(cell.plan.hows)
+    ]
+    return first_of(*(not_told_apart(cell, *pair) for pair in pairs))
 
 
 def _not_failed(cell: CellEvidence, index: int) -> Judgement | None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from epd_conformance.errors import UsageError
 from epd_conformance.plans.media import ImageSpec
-from epd_conformance.plans.steps import MUST_FAIL
+from epd_conformance.plans.steps import AS_AGGREGATED, MUST_FAIL
 
 SCHEMA = "epd-conformance/plan/v1"
 
@@ -192,6 +192,15 @@ class Plan:
         if not self.steps:
             return self.requests
         return tuple(request for request, how in zip(self.requests, self.hows, strict=False) if how not in MUST_FAIL)
+
+    @property
+    def sequence(self) -> bool:
+        """Whether a baseline is asked the whole script, since what it answers depends on what came before.
+
+        The contrasts of such a plan come in two rows of as many as it has requests (the second may be shorter): for a request
+        whose answer depends on it, the two contents that it may be answered about.
+        """
+        return any(how in AS_AGGREGATED for how in self.hows)
 
     @property
     def primed(self) -> frozenset[int]:

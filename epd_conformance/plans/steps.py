@@ -8,9 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-#: Of `send`: how a request must be answered, and what it must fail of: an error of whatever kind, one after the connector gave
-#: the request up, or a 4xx answer.
+#: Of `send`: how a request must be answered; in a script of which the baseline is asked the whole, not its requests one by one
+#: (the second one may fail alone); and what it must fail of: an error of whatever kind, one after the connector gave the
+#: request up, or a 4xx answer.
 ANSWERED = ("loaded", "saved", "any", "contained")
+AS_AGGREGATED = ("as-aggregated", "as-aggregated-or-fails")
 MUST_FAIL = ("fails", "given-up", "refused")
 
 #: Step -> its fields and their values; an empty tuple: any text.
@@ -18,9 +20,13 @@ STEPS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     # The next request goes to the stack as clients send it, or past the encode servers: as it is, as a `reference` (what an
     # encode server says of its item, in place of the media, under the uuid of the plan), or with the `uuid-alone`.
     # `how` is how its items must come to the consumer: loaded by this request; saved anew since the step before and loaded; or
-    # as may be. `contained`: answered rightly, or failed alone. The hows of `MUST_FAIL` ask for an error. `unjudged`:
-    # nothing is asked of the answer, since a fault of somebody else's is in force.
-    "send": {"way": ("proxy", "past-encode", "reference", "uuid-alone"), "how": (*ANSWERED, *MUST_FAIL, "unjudged")},
+    # as may be. `contained`: answered rightly, or failed alone. The hows of `AS_AGGREGATED` ask for what the aggregated server
+    # answers when it is sent the script, those of `MUST_FAIL` for an error. `unjudged`: nothing is asked of the answer,
+    # since a fault of somebody else's is in force.
+    "send": {
+        "way": ("proxy", "past-encode", "reference", "uuid-alone"),
+        "how": (*ANSWERED, *AS_AGGREGATED, *MUST_FAIL, "unjudged"),
+    },
     # An encode server saves the next request's item, as the proxy has it done.
     "prime": {},
     # The object that was primed last, or that of the first request, is damaged (`faults.store.FAULTS`), or put back.

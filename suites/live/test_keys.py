@@ -1,8 +1,7 @@
-"""Areas ERR, SEC: what becomes of items under uuids that nobody expects, and of references to what nobody has saved."""
+"""Areas ERR, KEY, SEC: what becomes of items under uuids that nobody expects, and of references to what nobody has saved."""
 
 from __future__ import annotations
 
-import unicodedata
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -35,27 +34,28 @@ def hostile(*tails: str) -> Callable[[Draw], Plan]:
     return build
 
 
-def alike(draw: Draw) -> Plan:
-    """Pairs of uuids that are one name where case, Unicode form, or all behind the 255th byte is lost; other images each."""
-    name = _harmless(draw)
-    pairs = [
-        (f"{name}-Ab", f"{name}-aB"),
-        *[tuple(unicodedata.normalize(form, f"{name}-é") for form in ("NFC", "NFD"))],
-        *[tuple(f"{name:x<300}{letter}" for letter in "ab")],
-    ]
-    requests = [_named(draw, "first", _harmless(draw))]
-    contrasts = list(other_images(draw, requests))
-    for kind, pair in zip(("case", "form", "ending"), pairs, strict=True):
-        images = [replace(draw.image(), uuid=uuid) for uuid in pair]
-        both = [draw.request(f"{kind}, {place}", image) for place, image in zip(("one", "other"), images, strict=True)]
-        requests += both
-        contrasts += [
-            replace_images(request, [Image(image.spec)], f"{request.label}, the other's image")
-            for request, image in zip(both, reversed(images), strict=True)
-        ]
-    fresh = _named(draw, "fresh", _harmless(draw))
-    steps = [step("look"), send("loaded"), *[send("contained")] * 6, send("loaded"), step("look")]
-    return Plan((*requests, fresh), (*contrasts, *other_images(draw, [fresh])), steps=tuple(steps))
+def alike(**pairs: tuple[str, str]) -> Callable[[Draw], Plan]:
+    """A harmless uuid; pairs of uuids, by what they differ in, that have these endings behind one number, for two images each;
+    and a fresh item."""
+
+    def build(draw: Draw) -> Plan:
+        requests = [_named(draw, "first", _harmless(draw))]
+        contrasts = list(other_images(draw, requests))
+        for kind, endings in pairs.items():
+            name = _harmless(draw)
+            images = [replace(draw.image(), uuid=f"{name}{ending}") for ending in endings]
+            both = [draw.request(f"{kind}, {number}", image) for number, image in enumerate(images, 1)]
+            requests += both
+            contrasts += [
+                replace_images(request, [Image(image.spec)], f"{request.label}, the other's image")
+                for request, image in zip(both, reversed(images), strict=True)
+            ]
+        fresh = _named(draw, "fresh", _harmless(draw))
+        middle = [send("contained")] * (len(requests) - 1)
+        steps = [step("look"), send("loaded"), *middle, send("loaded"), step("look")]
+        return Plan((*requests, fresh), (*contrasts, *other_images(draw, [fresh])), steps=tuple(steps))
+
+    return build
 
 
 def not_a_string(draw: Draw) -> Plan:
@@ -67,6 +67,45 @@ def not_a_string(draw: Draw) -> Plan:
     requests.append(_named(draw, "fresh", _harmless(draw)))
     steps = (send("loaded"), *[send("refused", "past-encode")] * len(values), send("loaded"))
     return Plan(tuple(requests), other_images(draw, requests), steps=steps)
+
+
+# -- one uuid for two images --------------------------------------------------------------------------------------------
+
+# Rows of the two sizes differ by 32 on the Qwen-VL families: a prompt with the one is then as good for blocks of 32 tokens as
+# one with the other (`transport.kv_servable`), whichever of them the servers take it for.
+SMALL, LARGE = (112, 84), (112, 308)
+
+
+def reused(
+    *caches: str,
+    how: str = "as-aggregated",
+    sizes: tuple[tuple[int, int], ...] = (SMALL, SMALL),
+    uuid: str | None = None,
+) -> Callable[[Draw], Plan]:
+    """One uuid for two images, one after the other, and a fresh item. Caches are emptied before the script, so that it begins
+    alike on every server, and `caches` between the two."""
+
+    def build(draw: Draw) -> Plan:
+        name = _harmless(draw) if uuid is None else uuid
+        images = [replace(draw.image(*size), uuid=name) for size in sizes]
+        first, second = (draw.request(label, image) for label, image in zip(("one", "other"), images, strict=True))
+        fresh = _named(draw, "fresh", _harmless(draw))
+        other, *rest = other_images(draw, [first, fresh])
+        own, former = (
+            replace_images(second, [Image(image.spec)], f"{second.label}, the {words} image alone")
+            for image, words in ((images[1], "second"), (images[0], "first"))
+        )
+        steps = [step("reset", cache="mm"), step("reset", cache="encoder"), send("loaded")]
+        steps += [*(step("reset", cache=cache) for cache in caches), send(how), send("loaded")]
+        return Plan((first, second, fresh), (other, own, *rest, other, former), steps=tuple(steps))
+
+    return build
+
+
+def reused_for_another_size(
+    *caches: str, sizes: tuple[tuple[int, int], ...] = (SMALL, LARGE)
+) -> Callable[[Draw], Plan]:
+    return reused(*caches, how="as-aggregated-or-fails", sizes=sizes)
 
 
 # -- references --------------------------------------------------------------------------------------------------------
@@ -102,7 +141,8 @@ def _named(draw: Draw, label: str, uuid: Any) -> Request:
     Case("slashes", "scripted", hostile("//a//b", "\\a", "/./a")),
     # The first is where vLLM's example connector has the rows of the harmless one; the others lead there, or into its folder.
     Case("exists", "scripted", hostile("/encoder_cache.safetensors", "/", "/.", "/x")),
-    Case("alike", "scripted", alike),
+    Case("alike", "scripted", alike(case=("-Ab", "-aB"), form=("-\u00e9", "-e\u0301"))),
+    Case("ending", "scripted", alike(ending=(f"{'x' * 300}a", f"{'x' * 300}b"))),
 )
 def test_no_uuid_ends_a_server(cell: CellUnderTest) -> None:
     cell.check()
@@ -124,4 +164,26 @@ def test_a_uuid_that_is_no_string_is_refused(cell: CellUnderTest) -> None:
 
 @requirement("EPD-ERR-010", Case("given-up", "scripted", referred("given-up", "reference", streamed=True)))
 def test_what_was_given_up_is_an_error(cell: CellUnderTest) -> None:
+    cell.check()
+
+
+@requirement(
+    "EPD-KEY-010",
+    Case("warm", "scripted", reused()),
+    Case("cold", "scripted", reused("mm", "encoder")),
+    Case("empty", "scripted", reused(uuid="")),
+)
+def test_one_uuid_for_two_images_of_one_size(cell: CellUnderTest) -> None:
+    cell.check()
+
+
+@requirement(
+    "EPD-KEY-011",
+    Case("warm", "scripted", reused_for_another_size()),
+    # The engine still holds the rows of the first, and the processor has forgotten it.
+    Case("processor-cold", "scripted", reused_for_another_size("mm")),
+    Case("cold-larger", "scripted", reused_for_another_size("mm", "encoder")),
+    Case("cold-smaller", "scripted", reused_for_another_size("mm", "encoder", sizes=(LARGE, SMALL))),
+)
+def test_one_uuid_for_two_images_of_two_sizes(cell: CellUnderTest) -> None:
     cell.check()
