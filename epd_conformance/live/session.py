@@ -398,6 +398,28 @@ class Runner:
         self.facts["status"] = status
         self.facts["completion_tokens"] = (answer.get("usage") or {}).get("completion_tokens")
 
+    def _ended(self) -> None:
+        """Every request to an encode server directly."""
+        said: list[dict[str, Any]] = []
+        self.facts["said"] = said
+        for request in self.plan.requests:
+            rid = uuid.uuid4().hex
+            body = request.body(self.stack.served_name, self.salt(request, rid))
+            url = f"{self.stack.of(Role.ENCODE)[0].url}/v1/chat/completions"
+            status, answer = _post(url, json=body, headers={"X-Request-Id": rid})
+            choice = (answer.get("choices") or [{}])[0]
+            said.append(
+                {
+                    "request_id": rid,
+                    "status": status,
+                    "completion_tokens": (answer.get("usage") or {}).get("completion_tokens"),
+                    "content": (choice.get("message") or {}).get("content"),
+                    "params": answer.get("ec_transfer_params"),
+                }
+            )
+
+    _text_ended = _named = _ended
+
 
 def _post(url: str, **options: Any) -> tuple[int, dict[str, Any]]:
     """Status and JSON object of an answer; status 0 where none came, an empty object where it holds none."""

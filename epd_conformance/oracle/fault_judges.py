@@ -100,13 +100,17 @@ def _media_sent(cell: CellEvidence) -> Judgement | None:
 
 def fields(cell: CellEvidence, servers: Set[str], rid: str, legs: Collection[str]) -> set[str]:
     """The processed fields of all items of a request, as servers got it on these legs."""
-    return {
-        name
+    return {name for item in seen_items(cell, servers, rid, legs) for name in item["data"]}
+
+
+def seen_items(cell: CellEvidence, servers: Set[str], rid: str, legs: Collection[str]) -> list[Mapping[str, Any]]:
+    """The items of a request as these servers got it on these legs."""
+    return [
+        item
         for event in cell.during
         if event["ev"] == "request" and event["server"] in servers and leg_of(event["req"], rid) in legs
         for item in event["items"]
-        for name in item["data"]
-    }
+    ]
 
 
 def _counted(cell: CellEvidence, proofs: Sequence[Transport], kvs: Sequence[KVTransfer | None]) -> Evidence:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from epd_conformance.errors import UsageError
@@ -80,13 +80,17 @@ class Message:
 
 @dataclass(frozen=True)
 class Request:
-    """One request. `label` names it within its plan; `salt` is a `cache_salt`, so that no prefix cache answers for it."""
+    """One request. `label` names it within its plan; `salt` is a `cache_salt`, so that no prefix cache answers for it.
+
+    `options` are further fields of the body, such as `mm_processor_kwargs`; they win over those that every body has.
+    """
 
     label: str
     messages: tuple[Message, ...]
     max_tokens: int = TOKENS
     stream: bool = False
     salt: str | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
 
     def body(self, served_name: str, salt: str | None = None) -> dict[str, Any]:
         """The JSON of `/v1/chat/completions`. Temperature 0, ids instead of text, and log-probabilities for the margin."""
@@ -115,7 +119,7 @@ class Request:
         chosen = salt if salt is not None else self.salt
         if chosen is not None:
             body["cache_salt"] = chosen
-        return body
+        return body | dict(self.options)
 
     @property
     def images(self) -> list[ImageSpec]:
@@ -132,6 +136,7 @@ class Request:
         content = {
             "messages": [message.to_json() for message in self.messages],
             "max_tokens": self.max_tokens,
+            **self._more(),
         }
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
@@ -142,7 +147,12 @@ class Request:
             "max_tokens": self.max_tokens,
             "stream": self.stream,
             "salt": self.salt,
+            **self._more(),
         }
+
+    def _more(self) -> dict[str, Any]:
+        # Only where there are some: a request without them is the one that it always was.
+        return {"options": dict(self.options)} if self.options else {}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Request:
@@ -155,6 +165,7 @@ class Request:
             max_tokens=data["max_tokens"],
             stream=data["stream"],
             salt=data["salt"],
+            options=data.get("options", {}),
         )
 
 

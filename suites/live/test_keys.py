@@ -15,18 +15,19 @@ from epd_conformance.pytest_plugin import CellUnderTest
 
 
 def hostile(*tails: str) -> Callable[[Draw], Plan]:
-    """A harmless uuid; then, for each tail, one that has it behind a number, over the whole path and past the encode servers:
-    where the encode server refuses it, the consumer meets it all the same; and a fresh item."""
+    """A harmless uuid; then, for each tail, the same uuid with it behind; and a fresh item. The first of them also goes past
+    the encode servers: where these refuse it, the consumer meets it all the same."""
 
     def build(draw: Draw) -> Plan:
         first = _named(draw, "first", _harmless(draw))
         requests, steps = [first], [step("look"), send("loaded")]
         for tail in tails:
-            # With the number of the harmless one, so that the name of something that exists can be meant.
+            # Behind the harmless one, so that it can be the name of something that exists.
             image = replace(draw.image(), uuid=f"{first.uuids[0]}{tail}")
             label = repr(tail if len(tail) < 40 else f"{tail[:8]}… ({len(tail)})")
-            requests += [draw.request(f"{label} by {way}", image) for way in ("proxy", "consumer")]
-            steps += [send("contained"), send("contained", "past-encode")]
+            for way in ("proxy", "past-encode") if tail == tails[0] else ("proxy",):
+                requests.append(draw.request(f"{label} by {way}", image))
+                steps.append(send("contained", way))
         requests.append(_named(draw, "fresh", _harmless(draw)))
         steps += [send("loaded"), step("look")]
         return Plan(tuple(requests), other_images(draw, requests), steps=tuple(steps))
@@ -82,22 +83,22 @@ def reused(
     sizes: tuple[tuple[int, int], ...] = (SMALL, SMALL),
     uuid: str | None = None,
 ) -> Callable[[Draw], Plan]:
-    """One uuid for two images, one after the other, and a fresh item. Caches are emptied before the script, so that it begins
-    alike on every server, and `caches` between the two."""
+    """One uuid for two images, one after the other, and, where the second may fail, a fresh item. Caches are emptied before the
+    script, so that it begins alike on every server, and `caches` between the two."""
 
     def build(draw: Draw) -> Plan:
         name = _harmless(draw) if uuid is None else uuid
         images = [replace(draw.image(*size), uuid=name) for size in sizes]
         first, second = (draw.request(label, image) for label, image in zip(("one", "other"), images, strict=True))
-        fresh = _named(draw, "fresh", _harmless(draw))
-        other, *rest = other_images(draw, [first, fresh])
+        fresh = [_named(draw, "fresh", _harmless(draw))] if how == "as-aggregated-or-fails" else []
+        other, *rest = other_images(draw, [first, *fresh])
         own, former = (
             replace_images(second, [Image(image.spec)], f"{second.label}, the {words} image alone")
             for image, words in ((images[1], "second"), (images[0], "first"))
         )
         steps = [step("reset", cache="mm"), step("reset", cache="encoder"), send("loaded")]
-        steps += [*(step("reset", cache=cache) for cache in caches), send(how), send("loaded")]
-        return Plan((first, second, fresh), (other, own, *rest, other, former), steps=tuple(steps))
+        steps += [*(step("reset", cache=cache) for cache in caches), send(how), *[send("loaded") for _ in fresh]]
+        return Plan((first, second, *fresh), (other, own, *rest, other, former), steps=tuple(steps))
 
     return build
 
@@ -106,6 +107,30 @@ def reused_for_another_size(
     *caches: str, sizes: tuple[tuple[int, int], ...] = (SMALL, LARGE)
 ) -> Callable[[Draw], Plan]:
     return reused(*caches, how="as-aggregated-or-fails", sizes=sizes)
+
+
+# -- what enters an identifier ------------------------------------------------------------------------------------------
+
+
+def last_row(draw: Draw) -> Plan:
+    """Two images that differ in the last row of their pixels only."""
+    image = draw.image()
+    other = Image(replace(image.spec, last=draw.number()))
+    return Plan((draw.request("an image", image), draw.request("with another last row", other)))
+
+
+def processor_options(draw: Draw) -> Plan:
+    """One image, made smaller by the processor to one size and to another."""
+    image = draw.image(224, 168)
+    return Plan(
+        tuple(
+            replace(
+                draw.request(f"at most {width} × {height} pixels", image),
+                options={"mm_processor_kwargs": {"max_pixels": width * height}},
+            )
+            for width, height in (SMALL, (168, 140))
+        )
+    )
 
 
 # -- references --------------------------------------------------------------------------------------------------------
@@ -135,12 +160,11 @@ def _named(draw: Draw, label: str, uuid: Any) -> Request:
 
 @requirement(
     "EPD-SEC-002",
-    Case("long", "scripted", hostile("x" * 300)),
-    Case("longest", "scripted", hostile("x" * 10_000)),
-    Case("nul", "scripted", hostile("\0", "\0x")),
+    Case("long", "scripted", hostile("x" * 300, "x" * 10_000)),
+    Case("nul", "scripted", hostile("\0x")),
     Case("slashes", "scripted", hostile("//a//b", "\\a", "/./a")),
-    # The first is where vLLM's example connector has the rows of the harmless one; the others lead there, or into its folder.
-    Case("exists", "scripted", hostile("/encoder_cache.safetensors", "/", "/.", "/x")),
+    # The first is where vLLM's example connector has the rows of the harmless one; the second leads there, the third beside it.
+    Case("exists", "scripted", hostile("/encoder_cache.safetensors", "/", "/x")),
     Case("alike", "scripted", alike(case=("-Ab", "-aB"), form=("-\u00e9", "-e\u0301"))),
     Case("ending", "scripted", alike(ending=(f"{'x' * 300}a", f"{'x' * 300}b"))),
 )
@@ -186,4 +210,14 @@ def test_one_uuid_for_two_images_of_one_size(cell: CellUnderTest) -> None:
     Case("cold-smaller", "scripted", reused_for_another_size("mm", "encoder", sizes=(LARGE, SMALL))),
 )
 def test_one_uuid_for_two_images_of_two_sizes(cell: CellUnderTest) -> None:
+    cell.check()
+
+
+@requirement("EPD-KEY-004", Case("last-row", "distinct", last_row, exact=False))
+def test_all_pixels_enter_the_key(cell: CellUnderTest) -> None:
+    cell.check()
+
+
+@requirement("EPD-KEY-005", Case("max-pixels", "distinct", processor_options, exact=False))
+def test_processor_options_enter_the_key(cell: CellUnderTest) -> None:
     cell.check()
