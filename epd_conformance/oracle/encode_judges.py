@@ -17,7 +17,7 @@ from epd_conformance.verdict import Verdict
 
 def ended(cell: CellEvidence) -> Judgement:
     """Every request ends with status 200 and no token, whatever it asks for."""
-    found = first_of(_unasked(cell), *(_not_ended(cell, index) for index in range(len(cell.plan.requests))))
+    found = _unasked(cell) or first_of(*(_not_ended(cell, index) for index in range(len(cell.plan.requests))))
     return found or passed("200 and 0 completion tokens", f"so it was, {len(cell.facts['said'])} times")
 
 
@@ -49,21 +49,23 @@ def text_ended(cell: CellEvidence) -> Judgement:
 def named(cell: CellEvidence) -> Judgement:
     """The answer names the identifier and the positions of every item, as the server itself knows them."""
     found = _unasked(cell) or _not_ended(cell, 0)
+    if found is not None:
+        return found
     positions: dict[str, list[int]] = {}
     for position, item in enumerate(_items(cell, 0)):
         positions.setdefault(item["id"], []).append(position)
-    said = cell.facts["said"][0]["params"] if found is None else None
+    said = cell.facts["said"][0]["params"]
     told = {
         key: sorted(entry["item_indices"])
         for key, entry in (said if isinstance(said, Mapping) else {}).items()
         if isinstance(entry, Mapping) and _indices(entry.get("item_indices"))
     }
-    if found is None and sum(map(len, positions.values())) != len(cell.plan.requests[0].images):
-        found = inconclusive(
+    if sum(map(len, positions.values())) != len(cell.plan.requests[0].images):
+        return inconclusive(
             "not-journalled", "the journal of an encode server shows every item", f"it shows {positions or 'none'}"
         )
-    if found is None and told != positions:
-        found = Judgement(
+    if told != positions:
+        return Judgement(
             Verdict.FAIL,
             reason="not-named",
             rung="counters",
@@ -71,7 +73,7 @@ def named(cell: CellEvidence) -> Judgement:
             observed=f"`ec_transfer_params` {said}"[:2000],
             causes=("the connector gives no parameters when a request is finished, or leaves some items out",),
         )
-    return found or passed("every item by identifier and positions", f"{len(told)} identifiers, all positions")
+    return passed("every item by identifier and positions", f"{len(told)} identifiers, all positions")
 
 
 def _indices(value: Any) -> bool:

@@ -100,10 +100,13 @@ def _no_power(cell: CellEvidence) -> Judgement | None:
     if not cell.plan.sequence:
         return no_power(cell)
     requests, contrasts = cell.plan.requests, cell.plan.contrasts
-    pairs = [
-        (contrasts[len(requests) + index] if how in AS_AGGREGATED else requests[index], contrasts[index])
-        for index, how in enumerate(cell.plan.hows)
-    ]
+    pairs = []
+    for index, how in enumerate(cell.plan.hows):
+        if how in AS_AGGREGATED:
+            both = contrasts[index], contrasts[len(requests) + index]
+            pairs += [both, both[::-1]]
+        else:
+            pairs.append((requests[index], contrasts[index]))
     return first_of(*(not_told_apart(cell, *pair) for pair in pairs))
 
 
