@@ -93,9 +93,10 @@ class Story:
         self.events.append({"seq": seq, "t": self.now, "server": server, "side": side, "ev": ev, **fields})
 
     def items(self, request: Request) -> list[dict[str, Any]]:
+        options = request.options.get("mm_processor_kwargs")
         return [
             {
-                "id": item_key(image, uuid),
+                "id": item_key(image, uuid) if options is None else digest_of(f"{item_key(image, uuid)} {options}"),
                 "modality": "image",
                 "offset": FIRST + STRIDE * index,
                 "length": ROWS,
