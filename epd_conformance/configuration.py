@@ -48,6 +48,8 @@ RESERVED_ARGUMENTS: dict[str, str] = {
     "--max-num-batched-tokens": "both arms of a comparison shape batches alike",
     "--block-size": "both arms of a comparison have the same blocks",
     "--limit-mm-per-prompt": "the encoder cache of both arms is sized by it",
+    "--trust-request-mm-kwargs": "both arms of a comparison take the same requests",
+    "--no-trust-request-mm-kwargs": "both arms of a comparison take the same requests",
     "--enforce-eager": "both arms of a comparison run the same kernels",
     "--no-enforce-eager": "both arms of a comparison run the same kernels",
     "--mm-encoder-only": "it makes a server an encode server, and follows from the role",

@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from epd_conformance.live import client
+from epd_conformance.live import client, faulting
 from epd_conformance.oracle import transport
 from epd_conformance.oracle.answers import Answer
 from epd_conformance.oracle.transport import Roles
@@ -77,18 +77,49 @@ def _lengthenings(request: Request, ask: Callable[[Request], Answer], block: int
 
 
 def ask_aggregated(
-    baselines: Baselines, stack: Stack, requests: Sequence[Request], tick: Callable[[], None] = lambda: None
+    baselines: Baselines,
+    stack: Stack,
+    requests: Sequence[Request],
+    tick: Callable[[], None] = lambda: None,
+    *,
+    sequences: Sequence[Plan] = (),
 ) -> None:
-    """Ask the aggregated server each request several times, each time with a salt of its own."""
+    """Ask the aggregated server each request, and each whole sequence, several times, each time with a salt of its own."""
     answers = baselines.arms.setdefault("aggregated", {})
     for _ in range(REPETITIONS):
         for request in requests:
-            rid = uuid.uuid4().hex
-            answer = client.send(
-                stack.base_url, request, rid, salt=f"aa-{rid}", overrides=NOT_STREAMED, model=stack.served_name
-            )
-            answers.setdefault(request.digest(), []).append(answer)
+            _keep(answers, request, _ask(stack, request, uuid.uuid4().hex))
             tick()
+        for plan in sequences:
+            _ask_sequence(
+                baselines, stack, plan, lambda request, rid: _keep(answers, request, _ask(stack, request, rid))
+            )
+
+
+def _ask(stack: Stack, request: Request, rid: str) -> Answer:
+    return client.send(stack.base_url, request, rid, salt=f"aa-{rid}", overrides=NOT_STREAMED, model=stack.served_name)
+
+
+def _keep(answers: dict[str, list[Answer]], request: Request, answer: Answer) -> None:
+    answers.setdefault(request.digest(), []).append(answer)
+
+
+def _ask_sequence(baselines: Baselines, stack: Stack, plan: Plan, ask: Callable[[Request, str], None]) -> None:
+    """Ask the requests of a script in its order, and empty the caches that it has emptied in between.
+
+    Raises ValueError for a script that does anything else: that could not be done to a baseline.
+    """
+    rest = iter(plan.requests)
+    for step in plan.steps:
+        if step["do"] == "send":
+            ask(next(rest), uuid.uuid4().hex)
+        elif step["do"] == "reset":
+            refused = [server.name for server in stack.servers if faulting.reset(server.url, step["cache"]) != 200]
+            for request in plan.requests if refused else ():
+                why = f"the baseline: {', '.join(refused)} did not empty its {step['cache']} cache"
+                baselines.unproven.setdefault(request.digest(), why)
+        else:
+            raise ValueError(f"a sequence of requests to a baseline cannot {step['do']}")
 
 
 def ask_pd(
@@ -97,6 +128,8 @@ def ask_pd(
     requests: Sequence[Request],
     repetitions: int,
     tick: Callable[[], None] = lambda: None,
+    *,
+    sequences: Sequence[Plan] = (),
 ) -> None:
     """Ask the p-d pair, and hold every answer to proof of KV.
 
@@ -106,15 +139,17 @@ def ask_pd(
     answers = baselines.arms.setdefault("p-d", {})
     roles = Roles(decode=frozenset(server.name for server in stack.of(Role.DECODE)))
     before = stack.journal.read()
+
+    def ask(request: Request, rid: str) -> None:
+        mark = stack.journal.mark()
+        _keep(answers, request, _ask(stack, request, rid))
+        proof = transport.kv_transfer(before, stack.journal.read(mark), rid, roles)
+        if proof.problem is not None:
+            baselines.unproven.setdefault(request.digest(), f"the p-d baseline: {proof.problem}")
+        tick()
+
     for _ in range(repetitions):
         for request in requests:
-            mark = stack.journal.mark()
-            rid = uuid.uuid4().hex
-            answer = client.send(
-                stack.base_url, request, rid, salt=f"aa-{rid}", overrides=NOT_STREAMED, model=stack.served_name
-            )
-            answers.setdefault(request.digest(), []).append(answer)
-            proof = transport.kv_transfer(before, stack.journal.read(mark), rid, roles)
-            if proof.problem is not None:
-                baselines.unproven.setdefault(request.digest(), f"the p-d baseline: {proof.problem}")
-            tick()
+            ask(request, uuid.uuid4().hex)
+        for plan in sequences:
+            _ask_sequence(baselines, stack, plan, ask)

@@ -11,7 +11,7 @@ from typing import Any
 import requests
 
 from epd_conformance.live import http
-from epd_conformance.oracle.answers import NO_IDS, Answer, from_completion, read_ids, read_logprobs
+from epd_conformance.oracle.answers import NO_IDS, TOLD, Answer, from_completion, read_ids, read_logprobs
 from epd_conformance.plans.plan import Request
 from epd_conformance.topology.stack import SERVED_NAME
 
@@ -108,7 +108,7 @@ def _read_stream(request: Request, request_id: str, response: requests.Response,
                 break
             event = json.loads(data)
             if "error" in event:
-                error = f"the stream broke: {event['error']}"[:1000]
+                error = f"{TOLD}{event['error']}"[:1000]
                 break
             prompt = read_ids(event.get("prompt_token_ids")) or prompt
             for choice in event.get("choices") or ():

@@ -17,7 +17,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +28,7 @@ from epd_conformance.errors import StackError
 from epd_conformance.faults.fault import Fault, Receipt, Target
 from epd_conformance.faults.store import FAULTS
 from epd_conformance.live import http
-from epd_conformance.plans.plan import Request
+from epd_conformance.plans.plan import Image, Request
 from epd_conformance.plans.windows import WINDOWS, Window
 from epd_conformance.probe import StoreProbe
 from epd_conformance.proxy.media import extract_items, item_metadata, primer_body, with_metadata
@@ -241,11 +241,33 @@ def primed(runner: Runner, request: Request, rid: str, outcome: dict[str, Any]) 
 
 def _short(runner: Runner, request: Request, said: dict[str, Any]) -> dict[str, Any]:
     """What replaces the media of a request, where the plan sends metadata only."""
-    if not runner.plan.metadata_only:
-        return {}
+    return _replaced(runner, request, said) if runner.plan.metadata_only else {}
+
+
+def _replaced(runner: Runner, request: Request, said: dict[str, Any]) -> dict[str, Any]:
     body = request.body(runner.stack.served_name)
     items = extract_items(body)
     return {"messages": with_metadata(body, items, item_metadata(said, items))["messages"]}
+
+
+def referred(runner: Runner, request: Request) -> dict[str, Any]:
+    """What replaces the media of a request: what an encode server says of its items, under the uuids of the plan.
+
+    The encode server is asked without these uuids, so nothing is saved under them. Nothing is replaced where it says nothing.
+    """
+    nameless = replace(
+        request,
+        messages=tuple(
+            replace(
+                message,
+                parts=tuple(replace(part, uuid=None) if isinstance(part, Image) else part for part in message.parts),
+            )
+            for message in request.messages
+        ),
+    )
+    rid = uuid.uuid4().hex
+    _, said = prime(runner.stack, nameless, rid, runner.salt(request, rid))
+    return _replaced(runner, request, said)
 
 
 def prime(stack: Stack, request: Request, rid: str, salt: str | None) -> tuple[int, dict[str, Any]]:
@@ -315,6 +337,33 @@ def _working_on(url: str) -> int | None:
         time.sleep(0.1)
 
 
+def reset(url: str, cache: str) -> int:
+    """Have a server empty a cache (`encoder`, `mm`, `prefix`); the status, 0 where no answer came.
+
+    As long as requests hold blocks a server cannot, and says so: 409 where that does not end.
+    """
+    deadline = time.monotonic() + IDLE_S
+    while True:
+        try:
+            answer = http.post(f"{url}/reset_{cache}_cache", timeout=30)
+        except requests.RequestException:
+            return 0
+        if answer.status_code != 200 or not _refused(answer):
+            return answer.status_code
+        if time.monotonic() > deadline:
+            return 409
+        time.sleep(0.1)
+
+
+def _refused(answer: requests.Response) -> bool:
+    """`/reset_prefix_cache` answers 200 also where it did not: `{"success": false}` (entrypoints/serve/dev/cache/api_router.py)."""
+    try:
+        said = answer.json()
+    except ValueError:
+        return False
+    return isinstance(said, dict) and said.get("success") is False
+
+
 # -- uuids that would leave the store ----------------------------------------------------------------------------------
 
 
@@ -327,12 +376,12 @@ def confined(runner: Runner) -> None:
         places = [_place(stack, str(uuid_)) for request in (baited, hostile) for uuid_ in request.uuids]
         try:
             bait = _lay_bait(stack, str(plain.uuids[0]), str(baited.uuids[0]), places[0])
-            before = _outside(stack, places)
+            before = outside(stack, places)
             runner.send(runner.stage.bypass, baited)
             runner.send(stack.base_url, hostile)
             runner.facts |= {"health": health(stack), "busy": busy(stack)}
             time.sleep(WRITTEN_S)
-            runner.facts |= {"bait": bait, "before": before, "after": _outside(stack, places)}
+            runner.facts |= {"bait": bait, "before": before, "after": outside(stack, places)}
         finally:
             for path in _at(stack, places):
                 if path.is_dir() and not path.is_symlink():
@@ -392,7 +441,7 @@ def _lay_bait(stack: Stack, plain: str, hostile: str, place: Path) -> list[str]:
     return made
 
 
-def _outside(stack: Stack, places: Iterable[Path]) -> dict[str, str]:
+def outside(stack: Stack, places: Iterable[Path] = ()) -> dict[str, str]:
     """What lies outside the store, of all that a hostile uuid may lead to: relative path to digest (`folder` for one)."""
     found: dict[str, str] = {}
     own = {stack.store, stack.kv_store, stack.folder / "journal"}

@@ -16,12 +16,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import requests
-
 from epd_conformance.connectors.barriers import Barrier, arm
 from epd_conformance.errors import StackError
 from epd_conformance.faults.fault import Receipt, Target
-from epd_conformance.live import faulting, http
+from epd_conformance.live import faulting
 from epd_conformance.oracle.answers import Answer
 from epd_conformance.plans.plan import Request
 from epd_conformance.probe import StoreProbe
@@ -87,7 +85,13 @@ class _Script:
         del how  # the judge's
         request, rid = self.primed or (next(self.rest), uuid.uuid4().hex)
         self.primed = None
-        self.runner.send(self.stack.base_url if way == "proxy" else self.runner.stage.bypass, request, rid=rid)
+        overrides = {}
+        if way == "reference":
+            overrides = faulting.referred(self.runner, request)
+        elif way == "uuid-alone":
+            overrides = {"messages": without_media(request.body(self.stack.served_name))}
+        address = self.stack.base_url if way == "proxy" else self.runner.stage.bypass
+        self.runner.send(address, request, rid=rid, overrides=overrides)
         self.key = self.key or faulting.key_of(self.runner, self.runner.answers[0].request_id)
 
     def _prime(self) -> None:
@@ -216,7 +220,7 @@ class _Script:
             raise StackError("the object could not be put back")
 
     def _reset(self, cache: str) -> dict[str, Any]:
-        return {"statuses": {server.name: _reset(f"{server.url}/reset_{cache}_cache") for server in self.stack.servers}}
+        return {"statuses": {server.name: faulting.reset(server.url, cache) for server in self.stack.servers}}
 
     def _restart(self, servers: str) -> dict[str, Any]:
         chosen = self._chosen(servers)
@@ -236,6 +240,11 @@ class _Script:
     def _mended(self) -> dict[str, Any]:
         self.mend()
         return {}
+
+    def _look(self) -> dict[str, Any]:
+        if len([record for record in self.records if record["do"] == "look"]) > 1:
+            time.sleep(faulting.WRITTEN_S)
+        return {"outside": faulting.outside(self.stack)}
 
     def _probe(self) -> StoreProbe | None:
         info, subject = self.stack.info, self.runner.session.subject
@@ -300,32 +309,23 @@ class Purge:
         return self._removed
 
 
+def without_media(body: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The messages of a request with nothing left of its items but the client's names for them, as vLLM takes them for
+    something that it has in its processor cache (`_parse_chat_message_content_mm_part` in renderers/chat_utils.py)."""
+    return [
+        {
+            **message,
+            "content": [
+                {**part, "image_url": None} if isinstance(part, dict) and "image_url" in part else part
+                for part in message["content"]
+            ],
+        }
+        for message in body["messages"]
+    ]
+
+
 def _put_back(away: Path, store: Path) -> None:
     """The folder comes back; what was put into its place meanwhile goes."""
     if store.exists():
         shutil.rmtree(store)
     away.rename(store)
-
-
-def _reset(url: str) -> int:
-    """Have a server empty a cache; the status, 409 where it says that it could not, as long as requests hold blocks."""
-    deadline = time.monotonic() + faulting.IDLE_S
-    while True:
-        try:
-            answer = http.post(url, timeout=30)
-        except requests.RequestException:
-            return 0
-        if answer.status_code != 200 or not _refused(answer):
-            return answer.status_code
-        if time.monotonic() > deadline:
-            return 409
-        time.sleep(0.1)
-
-
-def _refused(answer: requests.Response) -> bool:
-    """`/reset_prefix_cache` answers 200 also where it did not: `{"success": false}` (entrypoints/serve/dev/cache/api_router.py)."""
-    try:
-        said = answer.json()
-    except ValueError:
-        return False
-    return isinstance(said, dict) and said.get("success") is False

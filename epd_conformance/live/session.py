@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -204,7 +204,8 @@ class LiveSession:
             self.say(f"asking the p-d baseline {len(offered)} prompts")
             # The noise of the pair is that of its two servers, which the aggregated arm measures; once more shows a
             # difference between its own runs.
-            baseline.ask_pd(baselines, pd, offered, 2)
+            sequences = [plan for cell, plan in plans.items() if cell in exact and plan.sequence]
+            baseline.ask_pd(baselines, pd, _apart(offered, sequences), 2, sequences=sequences)
             self.site.stop(pd)
             (stack,) = self.site.boot(subject_spec)
             self.on_boot()
@@ -245,12 +246,14 @@ class LiveSession:
         for cell, plan in plans.items():
             if cell not in exact:
                 continue
-            for request in plan.requests:
+            for request in plan.compared:
                 offered.setdefault(request.digest(), replace(request, label=f"{cell} {request.label}"))
             for request in plan.contrasts:
                 contrasts.setdefault(request.digest(), request)
         self.say(f"asking the aggregated baseline {len(offered)} prompts {baseline.REPETITIONS} times")
-        baseline.ask_aggregated(baselines, aggregated, list(offered.values()))
+        sequences = [plan for cell, plan in plans.items() if cell in exact and plan.sequence]
+        alone = _apart(offered.values(), sequences)
+        baseline.ask_aggregated(baselines, aggregated, alone, sequences=sequences)
         # A contrast only has to differ: once is enough.
         answers = baselines.arms["aggregated"]
         for digest, request in contrasts.items():
@@ -281,6 +284,12 @@ class LiveSession:
         """Carry out a cell and return its evidence; judging is somebody else's."""
         stage = self.stage(cell.topology)
         return Runner(self, stage, cell).evidence()
+
+
+def _apart(requests: Iterable[Request], sequences: Sequence[Plan]) -> list[Request]:
+    """The requests that a baseline is asked by themselves."""
+    within = {request.digest() for plan in sequences for request in plan.requests}
+    return [request for request in requests if request.digest() not in within]
 
 
 class Runner:
@@ -442,6 +451,28 @@ class Runner:
         status, answer = _post(f"{encode[0].url}/v1/chat/completions", json=body, headers={"X-Request-Id": rid})
         self.facts["status"] = status
         self.facts["completion_tokens"] = (answer.get("usage") or {}).get("completion_tokens")
+
+    def _ended(self) -> None:
+        """Every request to an encode server directly."""
+        said: list[dict[str, Any]] = []
+        self.facts["said"] = said
+        for request in self.plan.requests:
+            rid = uuid.uuid4().hex
+            body = request.body(self.stack.served_name, self.salt(request, rid))
+            url = f"{self.stack.of(Role.ENCODE)[0].url}/v1/chat/completions"
+            status, answer = _post(url, json=body, headers={"X-Request-Id": rid})
+            choice = (answer.get("choices") or [{}])[0]
+            said.append(
+                {
+                    "request_id": rid,
+                    "status": status,
+                    "completion_tokens": (answer.get("usage") or {}).get("completion_tokens"),
+                    "content": (choice.get("message") or {}).get("content"),
+                    "params": answer.get("ec_transfer_params"),
+                }
+            )
+
+    _text_ended = _named = _ended
 
 
 def _post(url: str, **options: Any) -> tuple[int, dict[str, Any]]:

@@ -7,6 +7,8 @@ from typing import Any
 
 # The one `error` of an answer that does not speak against the stack: it may never have been asked for ids.
 NO_IDS = "the answer holds no token ids"
+# How the `error` of a stream begins that ends with an error event: its client was told.
+TOLD = "the stream ends with an error: "
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,11 @@ class Answer:
     started: float = 0.0
     seconds: float = 0.0
     streamed: bool = False
+
+    @property
+    def failed(self) -> bool:
+        """Whether its client was told that the request failed; not where it waited in vain, or a connection broke."""
+        return self.status >= 400 or (self.error or "").startswith(TOLD)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -104,8 +104,8 @@ def _media_sent(cell: CellEvidence) -> Judgement | None:
     """Twin and victim reached the consumer with less than an encode server got of the same item."""
     for index in sorted(cell.plan.primed):
         rid = cell.answers[index].request_id
-        encode = _fields(cell, cell.roles.encode, rid, ("e0",))
-        consumer = _fields(cell, cell.roles.consumers, rid, ("d", "p", ""))
+        encode = fields(cell, cell.roles.encode, rid, ("e0",))
+        consumer = fields(cell, cell.roles.consumers, rid, ("d", "p", ""))
         if not consumer < encode:
             return inconclusive(
                 "media-sent",
@@ -115,15 +115,19 @@ def _media_sent(cell: CellEvidence) -> Judgement | None:
     return None
 
 
-def _fields(cell: CellEvidence, servers: Set[str], rid: str, legs: Collection[str]) -> set[str]:
+def fields(cell: CellEvidence, servers: Set[str], rid: str, legs: Collection[str]) -> set[str]:
     """The processed fields of all items of a request, as servers got it on these legs."""
-    return {
-        name
+    return {name for item in seen_items(cell, servers, rid, legs) for name in item["data"]}
+
+
+def seen_items(cell: CellEvidence, servers: Set[str], rid: str, legs: Collection[str]) -> list[Mapping[str, Any]]:
+    """The items of a request as these servers got it on these legs."""
+    return [
+        item
         for event in cell.during
         if event["ev"] == "request" and event["server"] in servers and leg_of(event["req"], rid) in legs
         for item in event["items"]
-        for name in item["data"]
-    }
+    ]
 
 
 def _counted(cell: CellEvidence, proofs: Sequence[Transport], kvs: Sequence[KVTransfer | None]) -> Evidence:
@@ -428,17 +432,7 @@ def confined(cell: CellEvidence) -> Judgement:
     """
     proofs = [cell.transport(index) for index in (PLAIN, BAITED, HOSTILE)]
     before, after, bait = cell.facts["before"], cell.facts["after"], cell.facts["bait"]
-    changed = sorted(path for path in {*before, *after} if before.get(path) != after.get(path))
-    wrote = None
-    if changed:
-        wrote = Judgement(
-            Verdict.FAIL,
-            reason="wrote-outside",
-            rung="store",
-            expected="nothing outside the connector's store is made, changed or removed",
-            observed=", ".join(changed[:6]),
-            causes=("the uuid is joined to a path as the client wrote it",),
-        )
+    wrote = wrote_outside(before, after)
     uuids = [cell.plan.requests[index].uuids[0] for index in (BAITED, HOSTILE)]
     lines, invented = cell.events(BAITED)[1], None
     found_outside = [
@@ -475,6 +469,21 @@ def confined(cell: CellEvidence) -> Judgement:
         f"nothing was; statuses {statuses}, {len(bait)} files of bait left alone",
     )
     return replace(verdict, evidence=counted(proofs, []))
+
+
+def wrote_outside(before: Mapping[str, str], after: Mapping[str, str]) -> Judgement | None:
+    """Whether what lies outside the store (path to digest) is another after hostile uuids than before them."""
+    changed = sorted(path for path in {*before, *after} if before.get(path) != after.get(path))
+    if not changed:
+        return None
+    return Judgement(
+        Verdict.FAIL,
+        reason="wrote-outside",
+        rung="store",
+        expected="nothing outside the connector's store is made, changed or removed",
+        observed=", ".join(changed[:6]),
+        causes=("the uuid is joined to a path as the client wrote it",),
+    )
 
 
 def _path_of(cell: CellEvidence, proof: Transport) -> Judgement | None:

@@ -6,7 +6,7 @@ import json
 from collections import Counter
 from dataclasses import replace
 
-from epd_conformance.oracle import fault_judges, proxy_judges, script_judges
+from epd_conformance.oracle import encode_judges, fault_judges, key_judges, proxy_judges, script_judges
 from epd_conformance.oracle.cell import CellEvidence, Judge, Judgement
 from epd_conformance.oracle.rungs import (
     bad_status,
@@ -67,7 +67,8 @@ def _killer(cell: CellEvidence, name: str) -> Owner:
 
 
 # How many requests a judge needs, where not one; those that need none send theirs themselves and keep facts instead.
-_LEAST = {"warm": 2, "both": 2, "constructed": 0, "encode-only": 0}
+_LEAST = {"warm": 2, "both": 2, "distinct": 2, "constructed": 0, "encode-only": 0}
+_LEAST |= {"ended": 0, "text-ended": 0, "named": 0}
 # The first, the twin, the victim and a fresh one; the harmless, the baited and the hostile one.
 _LEAST |= {"recomputed": 4, "contained": 4, "fails-alone": 4, "in-window": 4, "confined": 3}
 # These keep what came back in the facts.
@@ -525,4 +526,8 @@ JUDGES: dict[str, Judge] = {
     "one-token": proxy_judges.one_token,
     "one-id": proxy_judges.one_id,
     "work-ends": proxy_judges.work_ends,
+    "distinct": key_judges.distinct,
+    "ended": encode_judges.ended,
+    "text-ended": encode_judges.text_ended,
+    "named": encode_judges.named,
 }

@@ -9,6 +9,7 @@ from epd_conformance.oracle.answers import NO_IDS
 from epd_conformance.oracle.cell import CellEvidence, Judgement
 from epd_conformance.oracle.noise import MARGIN_FACTOR, unusable
 from epd_conformance.oracle.transport import KVTransfer, Transport
+from epd_conformance.plans.plan import Request
 from epd_conformance.report.failure import Divergence
 from epd_conformance.report.schema import Evidence
 from epd_conformance.verdict import Owner, Verdict, blame_by_rung
@@ -161,31 +162,38 @@ def comparable(cell: CellEvidence, index: int) -> Judgement | None:
 def no_power(cell: CellEvidence) -> Judgement | None:
     """Rule 2: the baseline must tell the contents of the case apart."""
     for position, contrast in enumerate(cell.plan.contrasts):
-        request = cell.plan.requests[position % len(cell.plan.requests)]
-        base = cell.baseline.get(request.digest(), {}).get("aggregated")
-        other = cell.baseline.get(contrast.digest(), {}).get("aggregated")
-        complaint = "it was never asked" if other is None else unusable(other)
-        if other is None or complaint is not None:
-            return Judgement(
-                Verdict.ERROR,
-                reason="no-contrast",
-                expected=f"an answer of the aggregated server to {contrast.label!r}",
-                observed=complaint or "",
-            )
-        if base is not None and base.ids == other.ids:
-            return Judgement(
-                Verdict.INCONCLUSIVE,
-                reason="no power",
-                expected=f"the aggregated server answers {request.label!r} and {contrast.label!r} differently",
-                observed=f"both get {list(base.ids)}",
-                causes=("too few tokens, or a model that does not look at the item",),
-            )
+        found = not_told_apart(cell, cell.plan.requests[position % len(cell.plan.requests)], contrast)
+        if found is not None:
+            return found
     if not cell.plan.contrasts:
         return Judgement(
             Verdict.ERROR,
             reason="no-contrast",
             expected="another content that the case tells apart",
             observed="the plan names none, so equal answers would show nothing",
+        )
+    return None
+
+
+def not_told_apart(cell: CellEvidence, request: Request, contrast: Request) -> Judgement | None:
+    """Whether the aggregated server answers a contrast, and otherwise than it answers a request."""
+    base = cell.baseline.get(request.digest(), {}).get("aggregated")
+    other = cell.baseline.get(contrast.digest(), {}).get("aggregated")
+    complaint = "it was never asked" if other is None else unusable(other)
+    if other is None or complaint is not None:
+        return Judgement(
+            Verdict.ERROR,
+            reason="no-contrast",
+            expected=f"an answer of the aggregated server to {contrast.label!r}",
+            observed=complaint or "",
+        )
+    if base is not None and base.ids == other.ids:
+        return Judgement(
+            Verdict.INCONCLUSIVE,
+            reason="no power",
+            expected=f"the aggregated server answers {request.label!r} and {contrast.label!r} differently",
+            observed=f"both get {list(base.ids)}",
+            causes=("too few tokens, or a model that does not look at the item",),
         )
     return None
 

@@ -13,21 +13,23 @@ from math import inf
 from typing import Any
 
 from epd_conformance.oracle.cell import CellEvidence, Judgement
-from epd_conformance.oracle.fault_judges import went_on
+from epd_conformance.oracle.fault_judges import fields, went_on, wrote_outside
 from epd_conformance.oracle.rungs import (
     bad_status,
     comparable,
     counted,
+    first_of,
     inconclusive,
     no_power,
+    not_told_apart,
     passed,
     unproven,
     worst,
     wrong_digest,
     wrong_tokens,
 )
-from epd_conformance.oracle.transport import Item, Transport
-from epd_conformance.plans.steps import sent
+from epd_conformance.oracle.transport import Item, Transport, leg_of
+from epd_conformance.plans.steps import AS_AGGREGATED, MUST_FAIL, sent
 from epd_conformance.verdict import Verdict
 
 
@@ -44,19 +46,27 @@ def scripted(cell: CellEvidence) -> Judgement:
     spans = _spans(cell, sends)
     proofs = [cell.transport(index, span) for index, span in enumerate(spans)]
     kvs = [cell.kv(index, span) for index, span in enumerate(spans)]
-    judged = [index for index, position in enumerate(sends) if cell.plan.steps[position]["how"] != "unjudged"]
+    hows = cell.plan.hows
+    judged = [index for index, how in enumerate(hows) if how not in (*MUST_FAIL, "unjudged")]
+    answered = [index for index in judged if not (cell.answers[index].failed and _may_fail(cell, index))]
     found = worst(
         wrong_digest(cell, [proofs[index] for index in judged]),
-        *(_answer(cell, index, proofs[index], cell.plan.steps[sends[index]]["how"]) for index in judged),
+        *(_answer(cell, index, proofs[index]) for index in answered),
+        *(
+            _not_referred(cell, index, sends[index]) or _not_failed(cell, index)
+            for index, how in enumerate(hows)
+            if how in MUST_FAIL
+        ),
         *(
             _way(cell, position, proof, _beside(position, sends, proofs))
             for position, proof in zip(sends, proofs, strict=True)
         ),
-        *(_not_met(proof) for index, proof in enumerate(proofs) if index not in judged),
+        *(_not_met(proof) for how, proof in zip(hows, proofs, strict=True) if how == "unjudged"),
+        _left_outside(cell),
         went_on(cell),
         _not_done(cell),
-        unproven([], [kvs[index] for index in judged if cell.answers[index].status == 200]),
-        no_power(cell),
+        unproven([], [kvs[index] for index in answered]),
+        _no_power(cell),
     )
     script = ", ".join(_words(step) for step in cell.plan.steps)
     verdict = found or passed(f"right answers, and items where they should come from: {script}", "so it was")
@@ -82,15 +92,94 @@ def _spans(cell: CellEvidence, sends: list[int]) -> list[tuple[float, float] | N
     return [(began[position], stops[position]) if position in began else None for position in sends]
 
 
-def _answer(cell: CellEvidence, index: int, proof: Transport, how: str) -> Judgement | None:
+def _may_fail(cell: CellEvidence, index: int) -> bool:
     # To fail is to be told so: a client that waits for ever, or whose connection breaks, has no answer.
-    if how == "contained" and cell.answers[index].status >= 400:
-        return None
+    how = cell.plan.hows[index]
+    return how in ("contained", "as-aggregated-or-fails") or (how == "as-aggregated" and _refuses(cell, index))
+
+
+def _refuses(cell: CellEvidence, index: int) -> bool:
+    """Whether the aggregated server, asked the same sequence, failed this request."""
+    base = cell.baseline.get(cell.plan.requests[index].digest(), {}).get("aggregated")
+    return base is not None and base.failed
+
+
+def _answer(cell: CellEvidence, index: int, proof: Transport) -> Judgement | None:
+    if cell.plan.hows[index] in AS_AGGREGATED and cell.answers[index].status == 200 and _refuses(cell, index):
+        return Judgement(
+            Verdict.FAIL,
+            reason="not-failed",
+            rung="status",
+            expected=f"request {cell.answers[index].label!r} fails, as it does on the aggregated server after the same requests",
+            observed=f"token ids {list(cell.answers[index].ids)}",
+        )
     return (
         bad_status(cell, index)
         or comparable(cell, index)
         or wrong_tokens(cell, index, proof.digests_equal, proof.order_kept)
     )
+
+
+def _no_power(cell: CellEvidence) -> Judgement | None:
+    """As `no_power`; what a request of a sequence is answered about is open, so its two contents must be told apart."""
+    if not cell.plan.sequence:
+        return no_power(cell)
+    requests, contrasts = cell.plan.requests, cell.plan.contrasts
+    pairs = []
+    for index, how in enumerate(cell.plan.hows):
+        if how in AS_AGGREGATED:
+            both = contrasts[index], contrasts[len(requests) + index]
+            pairs += [both, both[::-1]]
+        else:
+            pairs.append((requests[index], contrasts[index]))
+    return first_of(*(not_told_apart(cell, *pair) for pair in pairs))
+
+
+def _not_failed(cell: CellEvidence, index: int) -> Judgement | None:
+    """Whether a request that must fail did, in the way that its step asks for, and its client was told."""
+    how, answer = cell.plan.hows[index], cell.answers[index]
+    right = 400 <= answer.status < 500 if how == "refused" else answer.failed
+    if right:
+        return _not_given_up(cell, index) if how == "given-up" else None
+    hung = answer.status == 0
+    status = f"status {answer.status}"
+    return Judgement(
+        Verdict.FAIL,
+        reason="request-failed" if hung else "not-refused" if how == "refused" else "not-failed",
+        rung="status",
+        expected=f"request {answer.label!r} is answered with " + ("a 4xx status" if how == "refused" else "an error"),
+        observed=f"{status}: {answer.error or answer.body or f'{len(answer.ids)} tokens'}"[:2000],
+    )
+
+
+def _not_given_up(cell: CellEvidence, index: int) -> Judgement | None:
+    rid = cell.answers[index].request_id
+    named = [name for event in cell.during if event["ev"] == "unavailable" for name in event["reqs"]]
+    if any(leg_of(name, rid) is not None for name in named):
+        return None
+    return inconclusive("not-given-up", "the connector names the request as unavailable", f"it named {named or 'none'}")
+
+
+def _not_referred(cell: CellEvidence, index: int, position: int) -> Judgement | None:
+    """Whether a reference reached the consumer as one, or was refused before it did: else nothing was tested."""
+    if cell.plan.steps[position].get("way") not in ("reference", "uuid-alone"):
+        return None
+    answer = cell.answers[index]
+    whole = fields(cell, cell.roles.encode, cell.answers[0].request_id, ("e0",))
+    got = fields(cell, cell.roles.consumers, answer.request_id, ("d", "p", ""))
+    if got < whole and (got or answer.failed):
+        return None
+    return inconclusive(
+        "media-sent",
+        "the consumer gets a reference in place of the media",
+        f"request {answer.label!r} reached it with {', '.join(sorted(got)) or 'nothing'}",
+    )
+
+
+def _left_outside(cell: CellEvidence) -> Judgement | None:
+    """Whether something beside the store is otherwise than at the first look."""
+    looks = [record["outside"] for record in cell.facts["steps"] if record["do"] == "look" and record["done"]]
+    return wrote_outside(looks[0], looks[-1]) if looks else None
 
 
 def _beside(position: int, sends: list[int], proofs: list[Transport]) -> list[Transport]:
@@ -101,7 +190,7 @@ def _beside(position: int, sends: list[int], proofs: list[Transport]) -> list[Tr
 def _way(cell: CellEvidence, position: int, proof: Transport, beside: list[Transport]) -> Judgement | None:
     """Whether the items of a request came to the consumer as its step says."""
     how = cell.plan.steps[position]["how"]
-    if how in ("any", "contained", "unjudged"):
+    if how not in ("loaded", "saved", "crossed", "once"):
         return None
     if not proof.items:
         return inconclusive(

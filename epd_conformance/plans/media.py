@@ -20,34 +20,44 @@ from epd_conformance.errors import UsageError
 
 @dataclass(frozen=True)
 class ImageSpec:
-    """One image as a plan names it. `seed` is at least 0; `width` and `height` are pixels, at least 1."""
+    """One image as a plan names it. `seed` is at least 0; `width` and `height` are pixels, at least 1.
+
+    `last`, where given, is the seed of the last row of pixels: such an image differs from the one without it there only.
+    """
 
     seed: int
     # 4 × 3 tokens of the Qwen-VL families (28 pixels each way), so that the processor does not resize it.
     width: int = 112
     height: int = 84
+    last: int | None = None
 
     def __post_init__(self) -> None:
-        for name, least in (("seed", 0), ("width", 1), ("height", 1)):
+        for name, least in (("seed", 0), ("width", 1), ("height", 1), ("last", 0)):
             value = getattr(self, name)
+            if name == "last" and value is None:
+                continue
             if type(value) is not int or value < least:
                 raise UsageError(f"image {name} is {value!r}: give an integer of at least {least}")
 
     def to_json(self) -> dict[str, int]:
-        return {"seed": self.seed, "width": self.width, "height": self.height}
+        last = {} if self.last is None else {"last": self.last}
+        return {"seed": self.seed, "width": self.width, "height": self.height, **last}
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> ImageSpec:
         """The inverse of `to_json`; raises UsageError for missing or unknown keys."""
-        if not isinstance(value, dict) or set(value) != {"seed", "width", "height"}:
-            raise UsageError(f"image {value!r} must be an object with exactly seed, width and height")
-        return cls(value["seed"], value["width"], value["height"])
+        if not isinstance(value, dict) or {*value, "last"} != {"seed", "width", "height", "last"}:
+            raise UsageError(f"image {value!r} must be an object with seed, width and height, and perhaps last")
+        return cls(value["seed"], value["width"], value["height"], value.get("last"))
 
     def pixels(self) -> npt.NDArray[np.uint8]:
         """RGB noise, shape (height, width, 3). Size counts as seed: no image is the beginning of another."""
         count = self.height * self.width * 3
         stream = np.random.PCG64([self.seed, self.width, self.height]).random_raw(-(-count // 8))
-        return stream.astype("<u8").view(np.uint8)[:count].reshape(self.height, self.width, 3)
+        pixels = stream.astype("<u8").view(np.uint8)[:count].reshape(self.height, self.width, 3)
+        if self.last is not None:
+            pixels[-1] = ImageSpec(self.last, self.width, 1).pixels()[0]
+        return pixels
 
     def png(self) -> bytes:
         return _png(self.pixels())

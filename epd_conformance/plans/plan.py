@@ -13,7 +13,7 @@ from typing import Any
 
 from epd_conformance.errors import UsageError
 from epd_conformance.plans.media import ImageSpec
-from epd_conformance.plans.steps import PRIMING, sent
+from epd_conformance.plans.steps import AS_AGGREGATED, MUST_FAIL, PRIMING, sent
 
 SCHEMA = "epd-conformance/plan/v1"
 
@@ -45,10 +45,10 @@ class Text:
 
 @dataclass(frozen=True)
 class Image:
-    """An image in a message; `uuid` is the client's own name for it, normally none."""
+    """An image in a message; `uuid` is the client's own name for it, normally none, and a string but where that is tested."""
 
     spec: ImageSpec
-    uuid: str | None = None
+    uuid: Any = None
 
     def part(self) -> dict[str, Any]:
         item: dict[str, Any] = dict(self.spec.item())
@@ -128,7 +128,7 @@ class Request:
         return [part.spec for message in self.messages for part in message.parts if isinstance(part, Image)]
 
     @property
-    def uuids(self) -> list[str | None]:
+    def uuids(self) -> list[Any]:
         """The client's names for the images, in the order of the conversation."""
         return [part.uuid for message in self.messages for part in message.parts if isinstance(part, Image)]
 
@@ -137,7 +137,7 @@ class Request:
         content = {
             "messages": [message.to_json() for message in self.messages],
             "max_tokens": self.max_tokens,
-            **({"options": dict(self.options)} if self.options else {}),
+            **self._more(),
         }
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
@@ -148,8 +148,12 @@ class Request:
             "max_tokens": self.max_tokens,
             "stream": self.stream,
             "salt": self.salt,
-            **({"options": dict(self.options)} if self.options else {}),
+            **self._more(),
         }
+
+    def _more(self) -> dict[str, Any]:
+        # Only where there are some: a request without them is the one that it always was.
+        return {"options": dict(self.options)} if self.options else {}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Request:
@@ -192,6 +196,27 @@ class Plan:
     steps: tuple[Mapping[str, str], ...] = ()
     at_once: bool = False
     window: str | None = None
+
+    @property
+    def hows(self) -> tuple[str, ...]:
+        """What is asked of each request of a scripted cell (`plans.steps`), in order."""
+        return tuple(step["how"] for step in self.steps for _ in range(sent(step)))
+
+    @property
+    def compared(self) -> tuple[Request, ...]:
+        """The requests that a baseline is asked too: all but those that must fail."""
+        if not self.steps:
+            return self.requests
+        return tuple(request for request, how in zip(self.requests, self.hows, strict=False) if how not in MUST_FAIL)
+
+    @property
+    def sequence(self) -> bool:
+        """Whether a baseline is asked the whole script, since what it answers depends on what came before.
+
+        The contrasts of such a plan come in two rows of as many as it has requests (the second may be shorter): for a request
+        whose answer depends on it, the two contents that it may be answered about.
+        """
+        return any(how in AS_AGGREGATED for how in self.hows)
 
     @property
     def primed(self) -> frozenset[int]:
@@ -297,6 +322,11 @@ def replace_images(request: Request, images: Iterable[Image], label: str) -> Req
         for message in request.messages
     )
     return replace(request, label=label, messages=messages)
+
+
+def other_images(draw: Draw, requests: Iterable[Request]) -> tuple[Request, ...]:
+    """Contrasts to requests of one image: the same with an image that nobody else has, and without the client's name for it."""
+    return tuple(replace_images(request, [draw.image()], f"{request.label}, other") for request in requests)
 
 
 def lengthen(request: Request, times: int = 1) -> Request:

@@ -9,13 +9,25 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+#: Of `send`: how a request must be answered; in a script of which the baseline is asked the whole, not its requests one by one
+#: (the second one may fail alone); and what it must fail of: an error of whatever kind, one after the connector gave the
+#: request up, or a 4xx answer.
+ANSWERED = ("loaded", "saved", "any", "contained")
+AS_AGGREGATED = ("as-aggregated", "as-aggregated-or-fails")
+MUST_FAIL = ("fails", "given-up", "refused")
+
 #: Step -> its fields and their values; an empty tuple: any text.
 STEPS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
-    # The next request goes to the stack as clients send it, or past the encode servers. `how` is how its items must come to the
-    # consumer: loaded by this request; saved anew since the step before and loaded; or as may be. `contained`: as may be, and the
-    # request may fail alone, since an object of its items is damaged. `unjudged`: nothing is asked of the answer, since a fault
-    # of somebody else's is in force.
-    "send": {"way": ("proxy", "past-encode"), "how": ("loaded", "saved", "any", "contained", "unjudged")},
+    # The next request goes to the stack as clients send it, or past the encode servers: as it is, as a `reference` (what an
+    # encode server says of its item, in place of the media, under the uuid of the plan), or with the `uuid-alone`.
+    # `how` is how its items must come to the consumer: loaded by this request; saved anew since the step before and loaded; or
+    # as may be. `contained`: answered rightly, or failed alone. The hows of `AS_AGGREGATED` ask for what the aggregated server
+    # answers when it is sent the script, those of `MUST_FAIL` for an error. `unjudged`: nothing is asked of the answer,
+    # since a fault of somebody else's is in force.
+    "send": {
+        "way": ("proxy", "past-encode", "reference", "uuid-alone"),
+        "how": (*ANSWERED, *AS_AGGREGATED, *MUST_FAIL, "unjudged"),
+    },
     # As many requests as `count` go through the proxy at once: an encode server is held until all have been sent. `how`: each
     # is answered, its item loaded or held (`crossed`), and saved once by each encode server at most (`once`); or each is
     # answered, from wherever, or fails alone (`contained`).
@@ -37,6 +49,8 @@ STEPS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "store": {"how": ("emptied", "removed", "mended")},
     # From `begin` to `end` objects are removed through the probe, in random order, as fast as it can.
     "purge": {"how": ("begin", "end")},
+    # What lies beside the store is written down: from the first look of a script to its last nothing of it may change.
+    "look": {},
 }
 
 #: Steps that hold somebody in a server.
@@ -56,6 +70,11 @@ def step(do: str, **fields: str) -> Mapping[str, str]:
     checked = {"do": do, **fields}
     check(checked)
     return checked
+
+
+def send(how: str, way: str = "proxy") -> Mapping[str, str]:
+    """The step that sends the next request."""
+    return step("send", way=way, how=how)
 
 
 def check(one: Mapping[str, Any]) -> None:

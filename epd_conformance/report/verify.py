@@ -737,7 +737,7 @@ class _Check:
             request.digest()
             for cell in cells
             if (case := self._case(cell.cell)) is not None and case.exact
-            for request in cell.plan.requests
+            for request in cell.plan.compared
         }
         if missing := (fixed | exact) - asked.keys():
             self._say(Kind.BASELINE, path, f"{len(missing)} prompts that are compared exactly were never offered")

@@ -158,6 +158,8 @@ def server_flags(
     ]  # fmt: skip
     if media_limits:
         flags += ["--limit-mm-per-prompt", json.dumps(dict(media_limits), sort_keys=True)]
+        # Otherwise a request with processor options of its own is refused, and nobody sees what key they give.
+        flags.append("--trust-request-mm-kwargs")
     if device == "cpu":
         # No compiled kernels: they would differ between batch shapes, and compiling costs minutes.
         flags += ["--enforce-eager", "--block-size", str(shape.block_size)]

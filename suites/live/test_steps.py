@@ -7,15 +7,11 @@ from dataclasses import replace
 
 from epd_conformance.live.case import Case, requirement
 from epd_conformance.plans.generated import random_script
-from epd_conformance.plans.plan import Draw, Image, Plan, Request, replace_images
-from epd_conformance.plans.steps import step
+from epd_conformance.plans.plan import Draw, Image, Plan, other_images
+from epd_conformance.plans.steps import send, step
 from epd_conformance.pytest_plugin import CellUnderTest
 
 Step = Mapping[str, str]
-
-
-def send(how: str, way: str = "proxy") -> Step:
-    return step("send", way=way, how=how)
 
 
 def script(*steps: Step, items: str) -> Callable[[Draw], Plan]:
@@ -27,7 +23,7 @@ def script(*steps: Step, items: str) -> Callable[[Draw], Plan]:
         for number, letter in enumerate(items):
             image = images.setdefault(letter, draw.image())
             requests.append(draw.request(f"{number} of item {letter}", image))
-        return Plan(tuple(requests), _contrasts(draw, requests), steps=steps)
+        return Plan(tuple(requests), other_images(draw, requests), steps=steps)
 
     return build
 
@@ -38,13 +34,9 @@ def the_same_prompt(*steps: Step) -> Callable[[Draw], Plan]:
     def build(draw: Draw) -> Plan:
         request = replace(draw.request("first", draw.image()), salt=f"{draw.number():012x}")
         requests = [request, replace(request, label="again"), draw.request("fresh", draw.image())]
-        return Plan(tuple(requests), _contrasts(draw, requests), steps=steps)
+        return Plan(tuple(requests), other_images(draw, requests), steps=steps)
 
     return build
-
-
-def _contrasts(draw: Draw, requests: list[Request]) -> tuple[Request, ...]:
-    return tuple(replace_images(request, [draw.image()], f"{request.label}, other") for request in requests)
 
 
 def restarted(servers: str) -> Case:

@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ from epd_conformance.live import baseline, client
 from epd_conformance.live.baseline import Baselines, ask_aggregated, ask_pd, floor_requests, settle, settle_plan
 from epd_conformance.oracle.answers import NO_IDS, Answer
 from epd_conformance.oracle.baselines import BaselineAnswers
+from epd_conformance.plans import steps as script
 from epd_conformance.plans.plan import Draw, Plan, Request, lengthen, replace_images
 from epd_conformance.topology.spec import Role
 from epd_conformance.topology.stack import SERVED_NAME
@@ -283,6 +285,41 @@ def test_the_aggregated_baseline_is_asked_again_and_again_each_time_anew(
     assert BaselineAnswers("e-pd", tuple(asked), found.arms).floor().admitted == set(digests)
     assert set(found.first(digests[0])) == {"aggregated"}
     assert found.first("unknown") == {}
+
+
+def test_a_sequence_is_asked_in_its_order_with_its_resets(monkeypatch: pytest.MonkeyPatch) -> None:
+    draw = Draw(0, "sequence")
+    one, other = draw.request("one", draw.image()), draw.request("other", draw.image())
+    steps = (
+        script.step("reset", cache="mm"),
+        script.send("loaded"),
+        script.step("reset", cache="encoder"),
+        script.send("as-aggregated"),
+    )
+    whole = Plan((one, other), steps=steps)
+    done: list[str] = []
+    stack: Any = SimpleNamespace(base_url="here", served_name="m", servers=[SimpleNamespace(name="s", url="s")])
+
+    def ask(url: str, request: Request, rid: str, **options: Any) -> Answer:
+        done.append(request.label)
+        return Answer(request.label, rid, 200)
+
+    def reset(url: str, cache: str) -> int:
+        done.append(cache)
+        return 404 if cache == "encoder" else 200
+
+    monkeypatch.setattr(baseline.client, "send", ask)
+    monkeypatch.setattr(baseline.faulting, "reset", reset)
+    found = Baselines()
+    ask_aggregated(found, stack, [draw.request("alone")], sequences=[whole])
+    assert done == ["alone", "mm", "one", "encoder", "other"] * baseline.REPETITIONS
+    assert len(found.arms["aggregated"][other.digest()]) == baseline.REPETITIONS
+    # What could not be done to it makes it no baseline.
+    assert set(found.unproven) == {one.digest(), other.digest()}
+    assert "s did not empty its encoder cache" in found.unproven[other.digest()]
+    impossible = replace(whole, steps=(*steps, script.step("restart", servers="all")))
+    with pytest.raises(ValueError, match="cannot restart"):
+        ask_aggregated(Baselines(), stack, [], sequences=[impossible])
 
 
 class FakeDecode:

@@ -176,7 +176,7 @@ def test_a_stage_that_fails_stops_everything_and_is_tried_once(
 def test_a_stage_that_fails_after_its_boot_stops_everything(scene: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     here = scene(cell(1))
 
-    def broken(*_: object) -> None:
+    def broken(*_: object, **__: object) -> None:
         raise RuntimeError("while asking")
 
     monkeypatch.setattr(session.baseline, "ask_aggregated", broken)

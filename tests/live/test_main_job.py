@@ -108,14 +108,22 @@ def test_smoke_cells_pass_over_the_proven_path(forked: Path) -> None:
 
 
 def test_whole_profiles_are_conformant(tmp_path: Path) -> None:
-    """What `scripts/run` promises, in the mode that accepts no hole: exit code 0, and every equality over its proven path."""
+    """What `scripts/run` promises, in the mode that accepts no hole: exit code 0, and every equality over its proven path.
+
+    What vLLM itself does not hold stands beside it, as its own: no connector can mend it.
+    """
     out = tmp_path / "all"
     arguments = ["--subject", "reference", "--profile", "all", "--mode", "certify", "--out", str(out)]
-    code, stdout, stderr = finish(start("epd_conformance.cli", "run", *arguments), 900)
+    code, stdout, stderr = finish(start("epd_conformance.cli", "run", *arguments), 1500)
     assert code == 0, f"{stdout}\n{stderr}"
     report = json.loads((out / "report.json").read_text())
     assert report["complete"] is True
-    assert [report[name] for name in ("outcome", "engineOutcome", "proxyOutcome")] == ["conformant"] * 3
+    assert [report[name] for name in ("outcome", "proxyOutcome", "engineOutcome")] == [
+        *["conformant"] * 2,
+        "nonconformant",
+    ]
+    failed = {name: record["reason"] for name, record in records(out).items() if record["verdict"] != "pass"}
+    assert failed == {f"EPD-ERR-009[{topology}/{MODEL}/not-a-string]": "not-refused" for topology in ("e-pd", "e-p-d")}
     assert report["environment"]["patches"]
     assert report["environment"]["attentionBackend"]
     assert "baseline-p-d-e-p-d/decode" in report["environment"]["flags"]

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import requests
+import session_fakes
 from test_faulting import Make, make  # noqa: F401
 
-from epd_conformance.live import scripted
+from epd_conformance.live import faulting, scripted
 from epd_conformance.oracle.judges import judge
 from epd_conformance.plans.steps import STEPS, step
 from epd_conformance.verdict import Verdict
@@ -126,7 +127,7 @@ class TestScript:
             answer._content = b'{"success": false}' if "prefix" in url else b""
             return answer
 
-        monkeypatch.setattr(scripted.http, "post", post)
+        monkeypatch.setattr(faulting.http, "post", post)
         statuses = [record.get("statuses") for record in run().facts["steps"] if record["do"] == "reset"]
         assert set(statuses[0].values()) == {200}
         assert set(statuses[1].values()) == {409}
@@ -149,6 +150,50 @@ class TestScript:
             run()
         assert seen == [True, False]
         assert (store / "object").read_text() == "kept"
+
+    def test_a_reference_takes_the_place_of_the_media(self, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+        answer, said = session_fakes.completion, {"K": {"item_indices": [0], "metadata": {"grid": [1, 6, 8]}}}
+        monkeypatch.setattr(session_fakes, "completion", lambda body: answer(body) | {"ec_transfer_params": said})
+        world, run = make("EPD-SEC-003", "metadata")
+        evidence = run()
+        assert all(done for _, done, _ in records(evidence.facts))
+        (primer,) = [body for _, body in world.encode.requests if body]
+        (asked,) = [body for _, body in world.consumer.requests if body]
+        (image,) = primer["messages"][0]["content"]
+        assert image["type"] == "image_url", "the encode server got the image itself"
+        assert "uuid" not in image, "so that nothing is saved under the name"
+        name = evidence.plan.requests[1].uuids[0]
+        assert {"type": "image_embeds", "image_embeds": {"grid": [1, 6, 8]}, "uuid": name} in asked["messages"][0][
+            "content"
+        ]
+        assert world.encode.ids[0] != f"{evidence.answers[1].request_id}-e0"
+
+    def test_without_anything_to_refer_to_the_media_are_sent(self, make: Make) -> None:  # noqa: F811
+        world, run = make("EPD-SEC-003", "metadata")
+        run()
+        (asked,) = [body for _, body in world.consumer.requests if body]
+        assert [part["type"] for part in asked["messages"][0]["content"]] == ["text", "image_url", "text"]
+
+    def test_a_uuid_alone(self, make: Make) -> None:  # noqa: F811
+        world, run = make("EPD-SEC-003", "uuid-alone")
+        evidence = run()
+        (asked,) = [body for _, body in world.consumer.requests if body]
+        image = asked["messages"][0]["content"][1]
+        assert image == {"type": "image_url", "image_url": None, "uuid": evidence.plan.requests[1].uuids[0]}
+        assert not [body for _, body in world.encode.requests if body], "nobody was asked about it"
+
+    def test_a_look_sees_what_was_put_beside_the_store(self, make: Make) -> None:  # noqa: F811
+        world, run = make("EPD-SEC-002", "nul")
+        folder, asked = world.stage.stack.folder, world.asked
+
+        def leaves_something(where: str, rid: str, body: dict[str, Any]) -> None:
+            (folder / "beside").write_text("by a connector")
+            (folder / "store" / "in-it").write_text("by a connector")
+            asked(where, rid, body)
+
+        world.asked = leaves_something  # type: ignore[method-assign]
+        first, last = [record["outside"] for record in run().facts["steps"] if record["do"] == "look"]
+        assert {name for name in last if name not in first} == {"stack/beside"}
 
 
 class TestAtOnce:

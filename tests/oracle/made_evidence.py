@@ -13,7 +13,7 @@ from epd_conformance.connectors.barriers import POINTS
 from epd_conformance.oracle.answers import Answer
 from epd_conformance.oracle.cell import CellEvidence
 from epd_conformance.oracle.transport import Roles
-from epd_conformance.plans.plan import Draw, Plan, Request, replace_images, swap_images
+from epd_conformance.plans.plan import Draw, Image, Plan, Request, other_images, replace_images, swap_images
 from epd_conformance.plans.steps import step
 from epd_conformance.plans.windows import WINDOWS
 from epd_conformance.verdict import Owner
@@ -34,9 +34,9 @@ def key_of(image: Any) -> str:
     return digest_of(json.dumps(image.to_json()))
 
 
-def item_key(image: Any, uuid: str | None) -> str:
+def item_key(image: Any, uuid: Any) -> str:
     """The engine's identifier of an item: the client's name for it, where there is one."""
-    return uuid or key_of(image)
+    return str(uuid) if uuid is not None else key_of(image)
 
 
 def good_answer(request: Request, label: str | None = None, rid: str = "0" * 32, **changes: Any) -> Answer:
@@ -95,9 +95,10 @@ class Story:
         self.events.append({"seq": seq, "t": self.now, "server": server, "side": side, "ev": ev, **fields})
 
     def items(self, request: Request) -> list[dict[str, Any]]:
+        options = request.options.get("mm_processor_kwargs")
         return [
             {
-                "id": item_key(image, uuid),
+                "id": item_key(image, uuid) if options is None else digest_of(f"{item_key(image, uuid)} {options}"),
                 "modality": "image",
                 "offset": FIRST + STRIDE * index,
                 "length": ROWS,
@@ -317,6 +318,10 @@ class Story:
                         else:
                             self.write(server, "scheduler", "init", connector=CONNECTOR, blocks=4096, block_size=BLOCK)
                     record["servers"] = sorted(chosen)
+                case {"do": "look"}:
+                    record["outside"] = {"stack/config": digest_of("config")}
+                case {"do": "send", "how": "fails" | "given-up" | "refused"}:
+                    self.fail(next(rest), one["way"], 400 if one["how"] == "refused" else 500)
                 case {"do": "store"}:
                     gone = one["how"] == "removed"
                     record |= {"removed": 2} if one["how"] == "emptied" else {}
@@ -382,6 +387,37 @@ class Story:
             for request, rid, at in zip(requests, rids, started, strict=True)
         ]
 
+    def fail(self, request: Request, way: str, status: int) -> None:
+        """A request that fails alone: a reference after the connector gave it up, whatever else before anybody sees it."""
+        rid = self.next_id()
+        started = self.now = self.now + 0.1
+        if way == "reference":
+            # What an encode server says of the item is asked for under no uuid, and by another id.
+            spec, (item,) = request.images[0], self.items(request)
+            self.prime(replace_images(request, [Image(spec)], "nameless"), digest_of(rid)[:32])
+            req = f"chatcmpl-{rid}{'-p' if self.roles.decode else ''}-00abcdef"
+            data = {**item, "data": ["image_grid_thw"]}
+            self.write(self.consumer, "scheduler", "request", req=req, items=[data], prompt=self.prompt)
+            self.write(self.consumer, "scheduler", "unavailable", reqs=[req])
+        self.answers.append(Answer(request.label, rid, status, body="{}", started=started, seconds=0.01))
+
+    def asked_alone(self) -> None:
+        """An encode server answers each request directly, and says what it has of the items."""
+        said = []
+        for index, request in enumerate(self.plan.requests):
+            rid = digest_of(f"{self.judge}/alone/{index}")[:32]
+            items = [{**item, "offset": 7} for item in self.items(request)]
+            req = f"chatcmpl-{rid}-00abcdef"
+            keys = [item["id"] for item in items]
+            if items:
+                self.write("encode-0", "scheduler", "request", req=req, items=items, prompt=33)
+            self.step("encode-0", req, list(dict.fromkeys(keys)), 33)
+            params = {key: {"item_indices": [i for i, other in enumerate(keys) if other == key]} for key in keys}
+            said.append(
+                {"request_id": rid, "status": 200, "completion_tokens": 0, "content": "", "params": params or None}
+            )
+        self.facts = {"said": said}
+
     def _forget(self, server: str) -> None:
         keys = sorted({event["id"] for event in self.events if event["ev"] in ("load", "encoded", "save")})
         self.write(server, "scheduler", "step", new=[], encode={}, allocated=[], free=keys)
@@ -402,7 +438,7 @@ class Story:
 
     def evidence(self) -> CellEvidence:
         baseline = {}
-        for request in (*self.plan.requests, *self.plan.contrasts):
+        for request in (*self.plan.compared, *self.plan.contrasts):
             arms = ("aggregated", "p-d") if self.roles.decode and request in self.plan.requests else ("aggregated",)
             baseline[request.digest()] = {arm: good_answer(request, "baseline") for arm in arms}
         return CellEvidence(
@@ -413,7 +449,7 @@ class Story:
             plan=self.plan,
             answers=tuple(self.answers),
             baseline=baseline,
-            admitted=frozenset(request.digest() for request in self.plan.requests),
+            admitted=frozenset(request.digest() for request in self.plan.compared),
             floor=0.0,
             floor_enough=True,
             roles=self.roles,
@@ -424,7 +460,7 @@ class Story:
 
 
 # Saved and loaded; forgotten by everybody, and loaded again past the encode servers; a damaged object that is refused; all
-# objects removed, and saved anew; without a store.
+# objects removed, and saved anew; without a store; a hostile uuid, and what must fail.
 SCRIPT = (
     step("send", way="proxy", how="loaded"),
     step("restart", servers="all"),
@@ -440,6 +476,12 @@ SCRIPT = (
     step("store", how="removed"),
     step("send", way="proxy", how="any"),
     step("store", how="mended"),
+    step("look"),
+    step("send", way="proxy", how="contained"),
+    step("send", way="reference", how="given-up"),
+    step("send", way="uuid-alone", how="fails"),
+    step("send", way="past-encode", how="refused"),
+    step("look"),
 )
 
 
@@ -468,9 +510,15 @@ def _plan(judge: str, images: int, window: str) -> Plan:
     if judge == "scripted":
         same = draw.image()
         shown = [same, same, draw.image(), same, draw.image()]
-        five = tuple(draw.request(f"request {index}", image) for index, image in enumerate(shown))
-        others = tuple(replace_images(request, [draw.image()], f"{request.label}, other") for request in five)
-        return Plan(five, others, steps=SCRIPT)
+        shown += [replace(draw.image(), uuid=uuid) for uuid in ("a/../b", "nobody's", "alone", 5)]
+        nine = tuple(draw.request(f"request {index}", image) for index, image in enumerate(shown))
+        return Plan(nine, other_images(draw, nine), steps=SCRIPT)
+    if judge == "distinct":
+        return Plan((draw.request("one", draw.image()), draw.request("other", draw.image())))
+    if judge == "text-ended":
+        return Plan((draw.request("text"), draw.request("image", draw.image())))
+    if judge in ("ended", "named"):
+        return Plan((draw.request("three", *drawn, draw.image(), drawn[0]),))
     if judge == "confined":
         uuids = {"harmless": "harmless-1", "baited": "../outside-2", "hostile": "../outside-3"}
         return Plan(tuple(draw.request(label, replace(draw.image(), uuid=uuid)) for label, uuid in uuids.items()))
@@ -534,6 +582,8 @@ def passing(
         story.scripted()
     elif judge == "confined":
         story.confined()
+    elif judge in ("ended", "text-ended", "named"):
+        story.asked_alone()
     else:
         for request in story.plan.requests:
             story.send(request)
@@ -626,10 +676,11 @@ NOTICED: dict[str, tuple[str, ...]] = {
     "contained": ("id", "digest", "removed", "encode", "status", "refused", "kv"),
     "in-window": ("id", "digest", "removed", "encode", "status", "refused", "kv"),
     "confined": ("digest", "removed", "encode", "status", "refused"),
-    "scripted": ("id", "digest", "removed", "encode", "status", "kv"),
+    "scripted": ("id", "digest", "removed", "encode", "status", "refused", "kv"),
     "kept-apart": ("id", "status"),
-    **dict.fromkeys(("order", "prompt-tokens", "media-only", "encoding-options"), ("status",)),
+    **dict.fromkeys(("order", "prompt-tokens", "media-only", "encoding-options", "distinct"), ("status",)),
     **dict.fromkeys(("as-direct", "refused", "not-begun", "passed-on", "one-token", "one-id", "work-ends"), ()),
+    **dict.fromkeys(("ended", "text-ended", "named"), ()),
 }
 # By judge and request, what of this may be otherwise: nobody loads a victim's object, and it may be refused where that is
 # said; what becomes of a hostile uuid is not asked, only where.
@@ -639,10 +690,15 @@ MAY: dict[str, dict[str, tuple[str, ...]]] = {
     # Whether the victim is loaded or encoded is its own affair: nobody's line of it is missed, only wrong bytes.
     "in-window": {"victim": ("encode", "refused", "removed")},
     "fails-alone": {"victim": ("digest", "encode", "refused", "id", "kv", "removed")},
-    # Nothing is asked of the one with a damaged object, and not where the other one comes from while the store is gone.
+    # Nothing is asked of the one with a damaged object, and not where the other one comes from while the store is gone. One with
+    # a hostile uuid may fail, the last three must.
     "scripted": {
-        "request 2": ("id", "digest", "removed", "encode", "status", "kv"),
+        "request 2": ("id", "digest", "removed", "encode", "status", "refused", "kv"),
         "request 4": ("digest", "encode", "removed"),
+        "request 5": ("encode", "removed", "refused"),
+        **dict.fromkeys(
+            ("request 6", "request 7", "request 8"), ("id", "digest", "removed", "encode", "refused", "kv")
+        ),
     },
     "confined": dict.fromkeys(("baited", "hostile"), ("digest", "removed", "encode", "status", "refused")),
 }
@@ -697,8 +753,10 @@ def tampered(cell: CellEvidence) -> Iterator[tuple[str, CellEvidence]]:
 
 def _label(cell: CellEvidence, event: Mapping[str, Any]) -> str | None:
     """The request that a line belongs to, by its id or by its item."""
-    for request, answer in zip(cell.plan.requests, cell.answers, strict=True):
+    # None where the answers are facts.
+    for request, answer in zip(cell.plan.requests, cell.answers, strict=False):
         keys = [item_key(*pair) for pair in zip(request.images, request.uuids, strict=True)]
+        keys += [key_of(image) for image in request.images]
         if answer.request_id in str(event.get("req", "")) or event.get("id") in keys:
             return request.label
     if event["ev"] == "kv-injected":

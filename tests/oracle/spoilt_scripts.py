@@ -6,13 +6,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from made_evidence import digest_of, with_answer, with_events
-from spoilt_faults import Spoil, died, fails, key, lost, of, other_ids, says
+from made_evidence import digest_of, good_answer, with_answer, with_events, without
+from spoilt_faults import Spoil, died, fails, key, lost, media_came, of, other_ids, says
 
 from epd_conformance.oracle.cell import CellEvidence
 from epd_conformance.verdict import Owner, Verdict
 
-FIRST, AGAIN, UNJUDGED, ANEW, GONE = range(5)
+FIRST, AGAIN, UNJUDGED, ANEW, GONE, HOSTILE, REFERENCE, ALONE, REFUSED = range(9)
 # Positions in made_evidence.SCRIPT.
 RESTART, RESET, DAMAGE, EMPTIED = 1, 2, 5, 8
 
@@ -137,8 +137,35 @@ def contained(index: int, *spoils: Spoil) -> Spoil:
     return spoil
 
 
+def answers(index: int) -> Spoil:
+    """A request that must fail is answered."""
+
+    def spoil(cell: CellEvidence) -> CellEvidence:
+        good = good_answer(cell.plan.requests[index])
+        return with_answer(cell, index, status=200, ids=good.ids, prompt_ids=good.prompt_ids, error=None)
+
+    return spoil
+
+
 def unanswered(index: int) -> Spoil:
     return lambda cell: with_answer(cell, index, status=0, ids=(), prompt_ids=())
+
+
+def answers_empty(cell: CellEvidence) -> CellEvidence:
+    """A stream that begins and ends, and says nothing."""
+    return with_answer(cell, REFERENCE, status=200, streamed=True, error="the stream ended without [DONE]")
+
+
+def never_given_up(cell: CellEvidence) -> CellEvidence:
+    return without(cell, ev="unavailable")
+
+
+def refers_with_media(cell: CellEvidence) -> CellEvidence:
+    return media_came(REFERENCE)(answers(REFERENCE)(cell))
+
+
+def touches(cell: CellEvidence) -> CellEvidence:
+    return record(-1, outside={"stack/config": digest_of("config"), "stack/x": "folder"})(cell)
 
 
 # As in test_judges.NEGATIVE.
@@ -166,6 +193,18 @@ SPOILT_STORIES = [
     (record(0, at=1.0, ended=2.0), Verdict.ERROR, "step-not-done", None, None),
     (whole_after_all, Verdict.INCONCLUSIVE, "fault-not-met", None, None),
     (without_the_last, Verdict.ERROR, "step-not-done", None, None),
+    (other_ids(HOSTILE), Verdict.FAIL, "tokens-differ", "tokens", Owner.ENGINE),
+    (fails(HOSTILE, 0), Verdict.FAIL, "request-failed", "status", None),
+    (answers(REFERENCE), Verdict.FAIL, "not-failed", "status", None),
+    (answers_empty, Verdict.FAIL, "not-failed", "status", None),
+    (fails(REFERENCE, 0), Verdict.FAIL, "request-failed", "status", None),
+    (never_given_up, Verdict.INCONCLUSIVE, "not-given-up", None, None),
+    (refers_with_media, Verdict.INCONCLUSIVE, "media-sent", None, None),
+    (answers(REFUSED), Verdict.FAIL, "not-refused", "status", None),
+    (fails(REFUSED, 500), Verdict.FAIL, "not-refused", "status", None),
+    (fails(REFUSED, 0), Verdict.FAIL, "request-failed", "status", None),
+    (touches, Verdict.FAIL, "wrote-outside", "store", None),
+    (record(-1, done=False, problem="OSError: x"), Verdict.ERROR, "step-not-done", None, None),
     (died(1), Verdict.FAIL, "server-died", "liveness", None),
     (says("health", "encode-0", 503), Verdict.FAIL, "not-healthy", "liveness", None),
     (says("busy", "encode-0", 1), Verdict.FAIL, "request-left", "residue", None),

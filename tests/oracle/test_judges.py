@@ -27,6 +27,7 @@ from made_evidence import (
 )
 from made_proxied import EXCHANGED
 from spoilt_faults import SPOILT as SPOILT_FAULTS
+from spoilt_keys import SPOILT as SPOILT_KEYS
 from spoilt_proxied import SPOILT as SPOILT_PROXIED
 from spoilt_scripts import ALLOWED as ALLOWED_SCRIPTS
 from spoilt_scripts import SPOILT as SPOILT_SCRIPTS
@@ -138,7 +139,7 @@ def contrast_never_asked(cell: CellEvidence) -> CellEvidence:
 
 def empty_everywhere(cell: CellEvidence) -> CellEvidence:
     spoilt = cell
-    for request in cell.plan.requests:
+    for request in cell.plan.compared:
         for arm in cell.baseline[request.digest()]:
             spoilt = with_base(spoilt, request, arm, ids=(), logprobs=(), margins=())
     for index in range(len(cell.answers)):
@@ -613,7 +614,7 @@ NEGATIVE: list[tuple[str, str, Spoil, Verdict, str, str | None, Owner | None]] =
     *[(name, "", lambda c: with_answer(c, status=500), Verdict.FAIL, "request-failed", "status", None)
       for name in JUDGES
       if name not in ("stage-error", "constructed", "encode-only", "recomputed", "contained", "fails-alone", "confined",
-                      "in-window", "scripted", *EXCHANGED)],
+                      "in-window", "scripted", "ended", "text-ended", "named", *EXCHANGED)],
     *[(name, "", contrast_alike, Verdict.INCONCLUSIVE, "no power", None, None) for name in ALL_EXACT],
     *[(name, "", contrast_failed, Verdict.ERROR, "no-contrast", None, None) for name in ALL_EXACT],
     *[(name, "", contrast_never_asked, Verdict.ERROR, "no-contrast", None, None) for name in ALL_EXACT],
@@ -622,6 +623,7 @@ NEGATIVE: list[tuple[str, str, Spoil, Verdict, str, str | None, Owner | None]] =
     *SPOILT_SCRIPTS,
     *SPOILT_PROXIED,
     *SPOILT_WINDOWS,
+    *SPOILT_KEYS,
 ]  # fmt: skip
 
 
@@ -657,7 +659,7 @@ def test_a_request_with_a_damaged_item_may_be_answered_or_fail(topology: str, ch
 
 def test_every_reason_has_a_control() -> None:
     folder = Path(judges.__file__).parent
-    names = ("judges.py", "fault_judges.py", "script_judges.py", "proxy_judges.py", "rungs.py", "transport.py")
+    names = [path.name for path in folder.glob("*judges.py")] + ["rungs.py", "transport.py"]
     source = "".join((folder / name).read_text(encoding="utf-8") for name in names)
     words = set(re.findall(r'(?:reason=|inconclusive\(\s*|_fail\(\s*)"([a-z -]+)"', source))
     words |= set(re.findall(r'"([a-z]+(?:-[a-z]+)+): ', source))

@@ -62,9 +62,17 @@ def test_item_is_an_openai_content_part() -> None:
     assert base64.b64decode(payload, validate=True) == ImageSpec(1, 56, 56).png()
 
 
-def test_spec_round_trips_through_json() -> None:
-    spec = ImageSpec(seed=9, width=56, height=28)
+@pytest.mark.parametrize("last", [None, 0, 4])
+def test_spec_round_trips_through_json(last: int | None) -> None:
+    spec = ImageSpec(seed=9, width=56, height=28, last=last)
     assert ImageSpec.from_json(json.loads(json.dumps(spec.to_json()))) == spec
+    assert ("last" in spec.to_json()) is (last is not None), "an image without it is written as it always was"
+
+
+def test_another_last_row_is_the_only_difference() -> None:
+    whole, other = ImageSpec(5).pixels(), ImageSpec(5, last=6).pixels()
+    assert (whole[:-1] == other[:-1]).all()
+    assert (whole[-1] != other[-1]).mean() > 0.9
 
 
 @pytest.mark.parametrize(
@@ -76,6 +84,8 @@ def test_spec_round_trips_through_json() -> None:
         {"seed": 1, "width": 0, "height": 3},
         {"seed": 1, "width": 2, "height": "3"},
         {"seed": True, "width": 2, "height": 3},
+        {"seed": 1, "width": 2, "height": 3, "last": -1},
+        {"seed": 1, "width": 2, "last": 3},
         [1, 2, 3],
     ],
 )

@@ -23,6 +23,7 @@ from epd_conformance.plans.plan import (
     replace_images,
     swap_images,
 )
+from epd_conformance.plans.steps import send, step
 
 SEEDS = st.integers(0, 2**31)
 CELLS = st.text(min_size=1, max_size=20)
@@ -193,3 +194,25 @@ class TestContrasts:
         assert longer.messages[0].parts[:-1] == self.request.messages[0].parts
         assert lengthen(self.request, 0) == self.request
         assert lengthen(self.request, 2) == lengthen(longer)
+
+
+def test_options_are_part_of_a_request() -> None:
+    plain = Draw(0, "options").request("r", Draw(0, "image").image())
+    asked = replace(plain, options={"mm_processor_kwargs": {"max_pixels": 9}, "max_tokens": 3})
+    assert asked.body("m")["mm_processor_kwargs"] == {"max_pixels": 9}
+    assert asked.body("m")["max_tokens"] == 3
+    assert asked.digest() != plain.digest()
+    assert Request.from_json(json.loads(json.dumps(asked.to_json()))) == asked
+    assert "options" not in plain.to_json(), "a request without them keeps its digest and its form"
+
+
+def test_what_a_baseline_is_asked_of_a_script() -> None:
+    draw = Draw(0, "script")
+    requests = tuple(draw.request(label) for label in "abcd")
+    steps = (send("loaded"), step("look"), send("contained"), send("refused"), send("given-up", "reference"))
+    plan = Plan(requests, steps=steps)
+    assert plan.hows == ("loaded", "contained", "refused", "given-up")
+    assert plan.compared == requests[:2]
+    assert not plan.sequence
+    assert Plan(requests).compared == requests
+    assert Plan(requests[:1], steps=(send("as-aggregated"),)).sequence

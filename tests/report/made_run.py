@@ -199,6 +199,8 @@ class MadeRun:
             story.confined()
         elif case.judge in (*made_proxied.EXCHANGED, *made_proxied.ANSWERED):
             made_proxied.carry(story, case.judge)
+        elif case.judge in ("ended", "text-ended", "named"):
+            story.asked_alone()
         elif case.judge == "miss":
             story.send(requests[0], primed=False, direct=not layout.topology.has_kv)
         else:
@@ -228,7 +230,7 @@ class MadeRun:
         offered = {request.digest(): request for request in self.suite.floor_requests(self.seed, name)}
         contrasts: dict[str, Request] = {}
         for cell, plan in exact.items():
-            for request in plan.requests:
+            for request in plan.compared:
                 offered.setdefault(request.digest(), replace(request, label=f"{cell} {request.label}"))
             contrasts |= {request.digest(): request for request in plan.contrasts}
         clock = iter(range(10**6))

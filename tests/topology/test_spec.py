@@ -113,7 +113,7 @@ def flags(role: Role, device: str = "cpu", **changes: Any) -> tuple[str, ...]:
 COMMON = (
     *("--model", "/models/a b", "--served-model-name", "m", "--dtype", "float32", "--max-model-len", "2048"),
     *("--max-num-seqs", "8", "--max-num-batched-tokens", "4096", "--seed", "0"),
-    *("--limit-mm-per-prompt", '{"image": 4}'),
+    *("--limit-mm-per-prompt", '{"image": 4}', "--trust-request-mm-kwargs"),
 )
 CPU = ("--enforce-eager", "--block-size", "32")
 
