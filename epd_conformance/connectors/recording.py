@@ -77,6 +77,7 @@ class _Recorder:
         self._epd_journal = JournalWriter(self._epd_prefix + str(getattr(role, "name", role)).lower())
         self._epd_seen: dict[str, list[str]] = {}  # request id -> identifiers in prompt order
         self._epd_request: str | None = None
+        self._epd_deferred: set[str | None] = set()
         self._epd_lookups: dict[str, bool] = {}
         self._epd_allocated: list[tuple[str, str]] = []
         with self._epd_look("__init__"):
@@ -174,7 +175,11 @@ class _ECHooks:
             self._epd_see(request.request_id, request.mm_features, request.num_prompt_tokens)
             self._epd_request = request.request_id
         ready = self._epd_call("ensure_cache_available", args, kwargs)
-        if not ready:
+        if ready:
+            self._epd_deferred.discard(self._epd_request)
+        elif self._epd_request not in self._epd_deferred:
+            # Once: a lone request is asked for every millisecond or so until its connector lets it through.
+            self._epd_deferred.add(self._epd_request)
             self._epd_journal.write("defer", req=self._epd_request)
         return ready
 
@@ -241,6 +246,7 @@ class _ECHooks:
         with self._epd_look("request_finished"):
             request = _argument(args, kwargs, 0, "request")
             self._epd_seen.pop(request.request_id, None)
+            self._epd_deferred.discard(request.request_id)
             self._epd_journal.write("finished", req=request.request_id, delayed=bool(result[0]))
         return result
 

@@ -459,6 +459,15 @@ class TestScheduler:
         (lost,) = lines(journal, "lost")
         assert lost["hook"] == "build_connector_meta"
 
+    def test_a_deferral_is_written_once_until_it_is_over(self, journal: Journal) -> None:
+        connector = made()
+        for ready in (False, False, True, False, False):
+            connector.result = ready
+            connector.ensure_cache_available(request("r", "k"), 0)
+        connector.result = False
+        connector.ensure_cache_available(request("s", "k"), 0)
+        assert [line["req"] for line in lines(journal, "defer")] == ["r", "r", "s"]
+
     def test_deferrals_lookups_and_ends_are_written(self, journal: Journal) -> None:
         connector = made()
         connector.result = False
