@@ -26,6 +26,8 @@ from epd_conformance.catalogue import ConformanceLevel
 from epd_conformance.catalogue.model import topology_kind
 from epd_conformance.errors import StackError, UsageError
 from epd_conformance.features import Feature
+from epd_conformance.history_cli import app as history_app
+from epd_conformance.history_cli import nightly
 from epd_conformance.store_cli import app as store_app
 from epd_conformance.verdict import Mode
 
@@ -39,6 +41,8 @@ app = typer.Typer(
 models_app = typer.Typer(help="The zoo of tiny models that are made by code.", no_args_is_help=True)
 app.add_typer(models_app, name="models")
 app.add_typer(store_app, name="store")
+app.add_typer(history_app, name="history")
+app.command("nightly")(nightly)
 
 SubjectOption = Annotated[
     str, typer.Option("--subject", help="reference, vllm-example, an entry point, module:Class, or file.toml")
