@@ -367,3 +367,4 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         sys.stdout.flush()
         render_text.print_report(report)
         terminalreporter.line(f"report: {config.stash[RUN].out / 'report.json'}")
+        terminalreporter.line(f"page: {config.stash[RUN].out / 'report.html'}")

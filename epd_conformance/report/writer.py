@@ -61,6 +61,7 @@ from epd_conformance.verdict import (
 
 RESULTS_NAME = "results.ndjson"
 REPORT_NAME = "report.json"
+PAGE_NAME = "report.html"
 
 KINDS: dict[type[Model], str] = {
     RunStart: "run",
