@@ -27,7 +27,9 @@ def cell(requirement: str, topology: str, case: str) -> str:
 Report = dict[str, Any]
 
 
-def run(out: Path, topology: str, cells: list[str], *, subject: str = "reference", plant: list[str] | None = None) -> Report:
+def run(
+    out: Path, topology: str, cells: list[str], *, subject: str = "reference", plant: list[str] | None = None
+) -> Report:
     """Run the named cells with defects; returns the report's cells by id, `exit`, the report itself and its folder."""
     command = [sys.executable, "-m", "planted", *(plant or []), "--", "--subject", subject, "--profile", topology]
     command += ["--out", str(out)]
