@@ -21,6 +21,7 @@ from epd_conformance.report.html import tokens
 from epd_conformance.report.html.pictures import Picture, pictures
 from epd_conformance.report.html.timeline import Mark, Span, Timeline, spaced
 from epd_conformance.report.html.tokens import Strip
+from epd_conformance.report.redact import redact
 
 # Marks of one cell: a cell of many requests would fill the page by itself, and its failure is near the ends.
 MOST_MARKS = 120
@@ -118,7 +119,7 @@ def _live_timeline(cell: CellEvidence) -> Timeline | None:
         end = answer.started - begin + answer.seconds
         last = max(last, end)
         kind = "answer" if answer.status == 200 and not answer.error else "refused"
-        wrong = f": {answer.error}"[:TEXT] if answer.error else ""
+        wrong = f": {redact(answer.error)}"[:TEXT] if answer.error else ""
         text = f"request {answer.label}: status {answer.status}{wrong}"
         spans.append(Span("client", answer.started - begin, end, kind, text, answer.label))
     spans += _faults(cell, begin, last)
@@ -148,7 +149,7 @@ def _journal(cell: CellEvidence, event: Mapping[str, Any]) -> tuple[str, str] | 
     if name == "encoded":
         return "encode", f"encoded {key} itself, digest {str(event['digest'])[:SHORT]}"
     if name == "raise":
-        return "trouble", f"{event['hook']} raised {event['error']}"[:TEXT]
+        return "trouble", redact(f"{event['hook']} raised {event['error']}")[:TEXT]
     if name == "lost":
         return "trouble", f"journal lines were lost: {event.get('error', '')}"[:TEXT]
     if name == "init":
