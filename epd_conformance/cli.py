@@ -186,7 +186,8 @@ def run(
         else:
             render_text.print_report(keep.report)
             print(f"report: {keep.run.out / REPORT_NAME}")
-            print(f"page: {keep.run.out / PAGE_NAME}")
+            if (page := keep.run.out / PAGE_NAME).is_file():
+                print(f"page: {page}")
         sys.stdout.flush()
     except BrokenPipeError:
         # Who reads only the first line (`| head -1`) must not turn the exit code into 1, "nonconformant".

@@ -44,7 +44,7 @@ def write(folder: Path) -> None:
     MadeRun(folder, suites.installed(), changes=changes, only=frozenset({*changes, *PASSING})).write()
     log = folder / "logs" / "e-pd.prefill_decode-0.log"
     log.parent.mkdir()
-    log.write_text(f"\x1b[36mbegin\x1b[0m\n{HOSTILE}\nlast line\n")
+    log.write_text(f"\x1b[36mbegin\x1b[0m\n{HOSTILE}\n--api-key hush\nlast line\n")
 
     def with_log(record: dict[str, Any]) -> dict[str, Any]:
         # As `_capture` does for what did not pass; the text is what `failure_text` makes.

@@ -21,6 +21,7 @@ from epd_conformance.report.html import tokens
 from epd_conformance.report.html.pictures import Picture, pictures
 from epd_conformance.report.html.timeline import Mark, Span, Timeline, spaced
 from epd_conformance.report.html.tokens import Strip
+from epd_conformance.report.redact import redact
 
 # Marks of one cell: a cell of many requests would fill the page by itself, and its failure is near the ends.
 MOST_MARKS = 120
@@ -44,7 +45,6 @@ _ENGINE_KINDS = {
     "evicted": "evict",
     "store": "trouble",
     "damaged": "fault",
-    "fault": "fault",
     "raised": "trouble",
     "returned": "trouble",
     "broke": "trouble",
@@ -119,9 +119,9 @@ def _live_timeline(cell: CellEvidence) -> Timeline | None:
         end = answer.started - begin + answer.seconds
         last = max(last, end)
         kind = "answer" if answer.status == 200 and not answer.error else "refused"
-        wrong = f": {answer.error}"[:TEXT] if answer.error else ""
+        wrong = f": {redact(answer.error)}"[:TEXT] if answer.error else ""
         text = f"request {answer.label}: status {answer.status}{wrong}"
-        spans.append(Span("client", answer.started - begin, end, kind, text))
+        spans.append(Span("client", answer.started - begin, end, kind, text, answer.label))
     spans += _faults(cell, begin, last)
     servers = sorted(
         cell.roles.encode | cell.roles.consumers | cell.roles.decode | cell.roles.both | {mark.lane for mark in marks},
@@ -149,7 +149,7 @@ def _journal(cell: CellEvidence, event: Mapping[str, Any]) -> tuple[str, str] | 
     if name == "encoded":
         return "encode", f"encoded {key} itself, digest {str(event['digest'])[:SHORT]}"
     if name == "raise":
-        return "trouble", f"{event['hook']} raised {event['error']}"[:TEXT]
+        return "trouble", redact(f"{event['hook']} raised {event['error']}")[:TEXT]
     if name == "lost":
         return "trouble", f"journal lines were lost: {event.get('error', '')}"[:TEXT]
     if name == "init":
@@ -195,6 +195,10 @@ def _engine(data: Mapping[str, Any]) -> Shown:
         name, *values = event
         if name == "operation":
             marks.append(Mark("harness", float(place), "step", f"operation {values[0]}"))
+        elif name == "fault":
+            # Of the store; an empty one: it is mended.
+            text = f"the store is {values[0]}" if values[0] else "the store is mended"
+            marks.append(Mark("harness", float(place), "fault" if values[0] else "step", text))
         elif name in _ENGINE_KINDS:
             kind = "lookup-miss" if name == "lookup" and values[-1] is False else _ENGINE_KINDS[name]
             words = ", ".join(_brief(value) for value in values)
@@ -231,7 +235,7 @@ def _proxy(data: Mapping[str, Any]) -> Shown:
     for got in data["got"]:
         kind = "answer" if got["end"] == "whole" and (got["status"] or 0) < 400 else "refused"
         text = f"client {got['label']}: status {got['status']}, {got['end']}"
-        spans.append(Span("client", got["at"], got["ended"], kind, text[:TEXT]))
+        spans.append(Span("client", got["at"], got["ended"], kind, text[:TEXT], got["label"]))
     for seen in data["seen"]:
         kind = "refused" if seen["status"] is None or seen["status"] >= 400 or seen["abandoned"] else "leg"
         left = ", left by the proxy" if seen["abandoned"] else ""
@@ -241,9 +245,9 @@ def _proxy(data: Mapping[str, Any]) -> Shown:
     left_out = max(0, len(spans) - MOST_MARKS)
     spans = spans[:MOST_MARKS]
     lanes = ("client", *sorted({*data["servers"], *(span.lane for span in spans)} - {"client"}, key=_lane_order))
-    plan = [
-        f"fakes of the {act['role']} stage: {_brief({name: act[name] for name in ('holding', 'status', 'wait_s', 'end')})}"
-        for act in data["plan"]["acts"]
-    ]
+    plan = []
+    for act in data["plan"]["acts"]:
+        does = {name: act[name] for name in ("holding", "status", "wait_s", "end") if act[name] != ""}
+        plan.append(f"fakes of the {act['role']} stage: {_brief(does)}")
     timeline = Timeline(lanes, (), spaced(spans, last), left_out=left_out) if spans else None
     return Shown(timeline=timeline, plan=tuple(step[:TEXT] for step in plan))

@@ -17,8 +17,9 @@ from epd_conformance.report import render_text
 from epd_conformance.report.html import evidence, faults
 from epd_conformance.report.html.evidence import Shown
 from epd_conformance.report.html.faults import Fate
+from epd_conformance.report.redact import redact
 from epd_conformance.report.schema import CellRecord, Report, RequirementRecord
-from epd_conformance.verdict import PRECEDENCE, Outcome, Owner, Verdict
+from epd_conformance.verdict import PRECEDENCE, Outcome, Owner, Verdict, worst
 
 # Characters of a cell's message and of an observation: some quote whole tracebacks, and the report has them in full.
 LONGEST = 6000
@@ -189,6 +190,8 @@ def build(
         for name, about in AREAS.items()
         if (found := tuple(row for row in rows if row.item.id.split("-")[1] == name))
     ]
+    # What did not pass comes first, here too; otherwise the order of the catalogue.
+    areas.sort(key=lambda area: PRECEDENCE.index(worst(row.item.verdict for row in area.rows)))
     used = {log.path for view in views.values() for log in view.logs}
     counts = report.summary
     others = [owner for owner in Owner if owner is not report.run.certifies]
@@ -283,7 +286,7 @@ def _place(view: CellView) -> tuple[int, str, tuple[int, str], str]:
 
 
 def _tail(path: str, lines: Sequence[str]) -> LogTail:
-    end = tuple(line[:LOG_WIDTH] for line in lines[-LOG_LINES:])
+    end = tuple(redact(line)[:LOG_WIDTH] for line in lines[-LOG_LINES:])
     return LogTail(anchor("l", path), path, end)
 
 
