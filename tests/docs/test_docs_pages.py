@@ -1,0 +1,85 @@
+"""The pages for people stay true: what they quote stands in the code, and the README leads to every one of them."""
+
+from __future__ import annotations
+
+import ast
+import re
+import string
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "epd_conformance"
+TROUBLESHOOTING = ROOT / "docs" / "troubleshooting.md"
+README = ROOT / "README.md"
+
+# Stands, on the page and in what is read from the code, for whatever a sentence is filled with.
+GAP = "…"
+
+# Verdicts that a cell shows as `verdict: reason`: only the reason is a text of its own in the code.
+VERDICTS = ("error", "inconclusive")
+
+
+def templates(source: str) -> list[str]:
+    """The texts of a Python file, with a gap for whatever is filled in by an f-string or by `format`."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.JoinedStr):
+            parts = [part.value if isinstance(part, ast.Constant) else GAP for part in node.values]
+            found.append("".join(str(part) for part in parts))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found.append(node.value)
+            try:
+                fields = list(string.Formatter().parse(node.value))
+            except ValueError:
+                continue
+            found.append("".join(text + (GAP if name is not None else "") for text, name, _, _ in fields))
+    return found
+
+
+@cache
+def said() -> tuple[str, ...]:
+    """Everything that the package and the set-up can say."""
+    code = [text for path in sorted(PACKAGE.rglob("*.py")) for text in templates(path.read_text(encoding="utf-8"))]
+    return (*code, (ROOT / "scripts" / "setup").read_text(encoding="utf-8"))
+
+
+def stands_in(quoted: str, texts: tuple[str, ...]) -> bool:
+    """Whether one of the texts holds all parts of a quotation, in their order."""
+    verdict, _, reason = quoted.partition(": ")
+    if verdict in VERDICTS:
+        return reason in texts
+    pattern = re.compile(".*".join(re.escape(part) for part in quoted.split(GAP) if part.strip()), re.DOTALL)
+    return any(pattern.search(text) for text in texts)
+
+
+def headings() -> list[str]:
+    """The quotations that are headings of the page."""
+    return re.findall(r"^### `(.+)`$", TROUBLESHOOTING.read_text(encoding="utf-8"), re.MULTILINE)
+
+
+def reasons() -> list[str]:
+    """The reasons of `could-not-run`, in the table below its heading."""
+    _, below = TROUBLESHOOTING.read_text(encoding="utf-8").split("### `could-not-run`")
+    return re.findall(r"^\| `(.+?)` \|", below, re.MULTILINE)
+
+
+def test_every_quoted_text_stands_in_the_code() -> None:
+    assert [quoted for quoted in headings() if not stands_in(quoted, said())] == []
+    assert [reason for reason in reasons() if reason not in said()] == []
+    assert len(headings()) > 50 and len(reasons()) == 4, "the page has another form: these tests look at nothing"
+
+
+@pytest.mark.parametrize(
+    "quoted",
+    [
+        "vLLM is not installed at …",  # another word
+        "port … is taken by another program: stop it or choose another harbour",  # another end
+        "no free port above … and …: stop what listens there",  # another word between two gaps
+        "inconclusive: locally-encoded",
+    ],
+)
+def test_a_text_that_nobody_says_is_found(quoted: str) -> None:
+    assert not stands_in(quoted, said())
