@@ -27,6 +27,7 @@ from epd_conformance.connectors.object_format import (
     Reason,
     StatIdentity,
     check,
+    fill,
     identity_of,
     object_name,
     open_object,
@@ -122,9 +123,7 @@ def inspect(root: Path, path: Path) -> Header:
     """
     with open_object(path) as (descriptor, status):
         view = memoryview(bytearray(status.st_size))
-        filled = 0
-        while filled < len(view) and (count := os.preadv(descriptor, [view[filled:]], filled)):
-            filled += count
+        filled = fill(descriptor, view)
     header, _ = check(view[:filled])
     if object_name(header.key) != path.relative_to(root).as_posix():
         raise ObjectError(Reason.KEY, f"the object is of another item than its name {path.name} says")

@@ -31,6 +31,7 @@ from store_fakes import (  # noqa: E402
     damage,
     output,
 )
+from stored_objects import load  # noqa: E402
 
 from epd_conformance.connectors import object_format as of  # noqa: E402
 from epd_conformance.connectors import reclaim  # noqa: E402
@@ -74,8 +75,8 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 
 
 def whole(deployment: Deployment, key: str, tensor: torch.Tensor, server: Server) -> bool:
-    expect = of.Expectation(key, server.scheduler._fingerprint, rows=tensor.shape[0], width=HIDDEN)
-    return bool(torch.equal(of.load(deployment.root, expect)[1], tensor))
+    expect = of.Expectation(key, server.scheduler._fingerprint, rows=tensor.shape[0])
+    return bool(torch.equal(load(deployment.root, expect)[1], tensor))
 
 
 def prime(producer: Server, request: FakeRequest, tensor: torch.Tensor) -> None:
@@ -491,7 +492,7 @@ def test_an_adapter_of_the_same_name_and_other_weights_shares_nothing(deployment
         return FakeRequest([FakeFeature("a:k", WITH_MEDIA)], name, lora_request=lora)
 
     prime(producer, request("p", adapters[0]), output())
-    assert of.read_object(deployment.root, "a:k")
+    assert deployment.path("a:k").is_file()
     assert consumer.schedule(request("other", adapters[1])) == {"a:k": False}
     assert consumer.scheduler.counters["misses:model"] == 1
     assert consumer.schedule(request("none", None)) == {"a:k": False}, "the name is remembered"
