@@ -212,6 +212,7 @@ def test_what_has_media_is_encoded_when_the_store_stays_silent(
     assert consumer.scheduler.counters["misses:slow-store"] == 1
     # From now on nobody waits until the store has answered.
     assert consumer.schedule(FakeRequest([FakeFeature("l", WITH_MEDIA)], "next")) == {"l": False}
+    assert consumer.scheduler.counters["misses:slow-store"] == 2
     gate.set()
     deadline = time.monotonic() + 10
     number = 0
@@ -422,6 +423,7 @@ def test_after_a_reset_rows_are_checked_too(deployment: Deployment) -> None:
     assert consumer.step() == ()
     two = [FakeFeature("k", WITH_MEDIA), FakeFeature("k", WITH_MEDIA, offset=40, rows=9)]
     assert consumer.schedule(FakeRequest(two, "third")) == {"k": False}
+    assert consumer.scheduler.counters["misses:rows"] == 2
 
 
 def test_an_item_without_media_is_never_answered_no(deployment: Deployment, monkeypatch: pytest.MonkeyPatch) -> None:
