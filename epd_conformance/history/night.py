@@ -282,10 +282,11 @@ class Night:
 
     @property
     def words(self) -> str:
-        """The night in a word or two."""
+        """The night in a few words."""
+        first = all(profile.base is None for profile in self.profiles)
         return {
-            NOTHING_NEW: "nothing new",
-            REGRESSION: "regression",
+            NOTHING_NEW: "nothing to compare with yet" if first else "nothing new",
+            REGRESSION: "failing, and nothing to compare with yet" if first else "regression",
             NO_REPORT: "nothing ran",
             INCOMPLETE: "incomplete",
         }[self.code]
