@@ -242,9 +242,10 @@ class TestWhatDoesNotRun:
             "* 1e-1pd: `it was ended by SIGKILL`",
             "* 2e-1pd: `the machine has too little memory`",
             "* 3e-1pd: `it could not be started (no process)`",
-            "* 4e-1pd was cut short: `it did not end within 5 s`",
+            "* 4e-1pd was cut short, 1 of 3 cells did not run: `it did not end within 5 s`",
         ):
             assert words in said
+        assert "Not shown" not in text(found), "of what a run did not come to, cells are only counted"
         assert any(line.startswith("* 5e-1pd: `its report cannot be read") for line in said)
         with History(nightly.history) as history:
             assert sorted(run.series.profile for run in history.runs()) == ["4e-1pd", "6e-1pd"]
@@ -260,6 +261,7 @@ class TestWhatDoesNotRun:
         found = nightly(nightly.run(GOOD), stopped, nightly.run(GOOD))
         assert (found.code, found.interrupted) == (3, True)
         assert "**The night was interrupted.**" in text(found)
+        assert found.profiles[1].seconds == 0.0 and "| 5 min |" in text(found), "as its report has it"
         assert [profile.report is not None for profile in found.profiles] == [True, True, False]
 
     def test_a_history_that_breaks_meanwhile_loses_no_summary(self, nightly: Nights) -> None:
