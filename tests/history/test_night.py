@@ -15,7 +15,7 @@ import made_nights
 import pytest
 from made_nights import CELL, GOOD, night, with_
 
-from epd_conformance import cli
+from epd_conformance import __version__, cli
 from epd_conformance.errors import UsageError
 from epd_conformance.history import nightly as nights
 from epd_conformance.history import summary
@@ -323,7 +323,11 @@ class TestWords:
 
 
 class TestProcess:
-    """The real `start`, with a program in the place of a run."""
+    """The real `start`; with a program in the place of the command line where it has to behave badly."""
+
+    def test_it_is_the_command_line(self, tmp_path: Path) -> None:
+        assert nights.start(["--version"], tmp_path / "log", 600.0) == Ended(0)
+        assert (tmp_path / "log").read_text() == f"{__version__}\n"
 
     @pytest.fixture
     def program(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], Path]:
