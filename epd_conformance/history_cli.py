@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from epd_conformance.catalogue import ConformanceLevel
 from epd_conformance.errors import UsageError
@@ -179,30 +177,25 @@ def show(
                 raise UsageError(f"no run in {history} has the cell {cell}: `epd-conformance list --cells` shows cells")
             rows = [_seen(run) | {"verdict": str(seen.verdict), "reason": seen.reason} for run, seen in sights]
             past = {
-                run.series.words: _past.words()
-                for run, _ in sights
-                if (_past := database.pasts(run.series).get(cell)) is not None
+                series.words: found.words()
+                for series in dict.fromkeys(run.series for run, _ in sights)
+                if (found := database.pasts(series).get(cell)) is not None
             }
             lines = [f"{row['night']}  {row['run'][:8]}  {row['verdict']:<13} {row['reason']}".rstrip() for row in rows]
             text = "\n".join([*lines, *(f"{series}: {words}" for series, words in past.items())])
         elif kind:
-            found = [
+            these = [
                 (series, past)
                 for series in dict.fromkeys(run.series for run in runs)
                 for past in database.pasts(series).values()
                 if past.kind == kind
             ]
-            rows = [{"series": series.words, **past.to_json()} for series, past in found]
-            text = "\n".join(f"{past.cell}  {past.words()}  ({series.words})" for series, past in found)
+            rows = [{"series": series.words, **past.to_json()} for series, past in these]
+            text = "\n".join(f"{past.cell}  {past.words()}  ({series.words})" for series, past in these)
         else:
             rows = [run.to_json() for run in reversed(runs)]
-            text = ""
-    if as_json:
-        print(json.dumps(rows, indent=2))
-    elif cell or kind:
-        print(text or f"no cell is {kind}")
-    else:
-        _print_runs(list(reversed(runs)))
+            text = _listed(list(reversed(runs)))
+    print(json.dumps(rows, indent=2) if as_json else text or f"no cell is {kind}")
 
 
 @app.command()
@@ -234,30 +227,35 @@ def trend(
 
 
 def _title(run: StoredRun) -> str:
-    green = ", accepted" if run.accepted else ", green" if run.green else ""
-    return f"{run.series.words}, {run.night}: {run.outcome}{green}"
+    return f"{run.series.words}, {run.night}: {run.outcome}{_mark(run)}"
 
 
 def _seen(run: StoredRun) -> dict[str, Any]:
     return {"run": run.run, "night": run.night, "started": run.started.isoformat(), "series": run.series.words}
 
 
-def _print_runs(runs: list[StoredRun]) -> None:
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for column in ("began", "run", "subject", "profile", "outcome", "pass", "fail", "other", "vLLM"):
-        table.add_column(column, justify="right" if column in ("pass", "fail", "other") else "left")
+def _listed(runs: list[StoredRun]) -> str:
+    """A line a run. Plain, so that no line is folded and an id can be copied."""
+    rows = [("began (UTC)", "run", "subject", "profile", "pass", "fail", "other", "outcome")]
     for run in runs:
         failed = run.counts[Verdict.FAIL] + run.counts[Verdict.KNOWN_FAILING]
         passed = run.counts[Verdict.PASS]
-        table.add_row(
-            f"{run.started:%Y-%m-%d %H:%M}",
-            run.run[:8],
-            f"{run.series.subject} {run.build or run.version}".strip(),
-            run.series.profile,
-            f"{run.outcome}{', accepted' if run.accepted else ', green' if run.green else ''}",
-            str(passed),
-            str(failed),
-            str(sum(run.counts.values()) - passed - failed),
-            run.vllm,
+        rows.append(
+            (
+                f"{run.started:%Y-%m-%d %H:%M}",
+                run.run[:8],
+                f"{run.series.subject} {run.build or run.version}".strip(),
+                run.series.profile,
+                str(passed),
+                str(failed),
+                str(sum(run.counts.values()) - passed - failed),
+                f"{run.outcome}{_mark(run)}",
+            )
         )
-    Console(highlight=False).print(table)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ("  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+    return "\n".join(lines)
+
+
+def _mark(run: StoredRun) -> str:
+    return ", accepted" if run.accepted else ", green" if run.green else ""

@@ -297,8 +297,9 @@ class History:
                 "no other program holds it"
             ) from error
         except sqlite3.DatabaseError as error:
+            words = " ".join(str(error).split())
             raise UsageError(
-                f"{self.path} is no SQLite database, or a damaged one ({error}): give another file, or restore a copy"
+                f"{self.path} is no SQLite database, or a damaged one ({words}): give another file, or restore a copy"
             ) from error
 
 

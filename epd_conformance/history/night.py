@@ -17,7 +17,7 @@ from epd_conformance.errors import UsageError
 from epd_conformance.history.flakes import Kind, Past
 from epd_conformance.history.records import StoredCell, StoredRun, cells_of
 from epd_conformance.report.compare import CellChange, Change, Comparison, State, compare
-from epd_conformance.report.schema import CellRecord, Report
+from epd_conformance.report.schema import DID_NOT_RUN, CellRecord, Report
 from epd_conformance.verdict import Outcome, Verdict, exit_code
 
 NOTHING_NEW, REGRESSION, NO_REPORT, INCOMPLETE = 0, 1, 2, 3
@@ -121,13 +121,25 @@ class ProfileNight:
 
     @property
     def lost(self) -> tuple[Finding, ...]:
-        """What was shown in the base and is not shown now; without a base all that was asked and is not shown."""
+        """What was shown in the base and ran, but is not shown now; without a base all that ran and is not shown.
+
+        What a run that was cut short did not come to is only counted (`unreached`): it says nothing about single cells.
+        """
         if self.report is None:
             return ()
         if self.base is None:
             open_ = (cell for cell in cells_of(self.report) if cell.state is State.NOT_SHOWN and cell.excused is None)
-            return tuple(self._finding(cell.cell, str(cell.verdict)) for cell in open_)
-        return self._found((Change.NEWLY_SKIPPED,), lambda change: not self._declared(change.id))
+            found = [self._finding(cell.cell, str(cell.verdict)) for cell in open_]
+        else:
+            found = list(self._found((Change.NEWLY_SKIPPED,), lambda change: not self._declared(change.id)))
+        return tuple(item for item in found if item.cell not in self.unreached)
+
+    @property
+    def unreached(self) -> frozenset[str]:
+        """The cells that a run did not come to, since it was cut short."""
+        if self.report is None or not self.report.interrupted:
+            return frozenset()
+        return frozenset(name for name, (_, cell) in self._records.items() if cell.reason == DID_NOT_RUN)
 
     @property
     def mended(self) -> tuple[Finding, ...]:
@@ -226,6 +238,7 @@ class ProfileNight:
             "words": self.words,
             "said": self.said,
             "notes": list(self.remarks),
+            "unreached": sorted(self.unreached),
             "folder": str(self.folder) if self.folder is not None else None,
             "seconds": round(self.seconds, 1),
             "run": self.stored.to_json() if self.stored is not None else None,
@@ -282,10 +295,11 @@ class Night:
 
     @property
     def words(self) -> str:
-        """The night in a word or two."""
+        """The night in a few words."""
+        first = all(profile.base is None for profile in self.profiles)
         return {
-            NOTHING_NEW: "nothing new",
-            REGRESSION: "regression",
+            NOTHING_NEW: "nothing to compare with yet" if first else "nothing new",
+            REGRESSION: "failing, and nothing to compare with yet" if first else "regression",
             NO_REPORT: "nothing ran",
             INCOMPLETE: "incomplete",
         }[self.code]

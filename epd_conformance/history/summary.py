@@ -79,7 +79,8 @@ def _about(night: Night) -> list[str]:
 
 
 def _row(profile: ProfileNight) -> str:
-    took = f"{profile.seconds / 60:.0f} min" if profile.seconds >= 60 else f"{profile.seconds:.0f} s"
+    seconds = profile.seconds or (profile.stored.seconds if profile.stored is not None else None) or 0.0
+    took = f"{seconds / 60:.0f} min" if seconds >= 60 else f"{seconds:.0f} s"
     report = profile.report
     if report is None:
         return f"| {profile.profile} | **did not run** | | | | | {took} |"
@@ -160,9 +161,10 @@ def _not_run(night: Night) -> list[str]:
         if profile.report is None
     ]
     lines += [
-        f"* {profile.profile} was cut short: {_code(profile.said or 'see its report')}"
+        f"* {profile.profile} was cut short, {len(profile.unreached)} of {report.summary['expected']} cells did not run: "
+        f"{_code(profile.said or 'see its report')}"
         for profile in night.profiles
-        if profile.report is not None and profile.report.interrupted
+        if (report := profile.report) is not None and report.interrupted
     ]
     lines += [f"* {profile.profile}: {note}" for profile in night.profiles for note in profile.remarks]
     return ["", "**Did not run, or not whole**", "", *lines] if lines else []
