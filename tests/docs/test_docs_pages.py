@@ -83,3 +83,9 @@ def test_every_quoted_text_stands_in_the_code() -> None:
 )
 def test_a_text_that_nobody_says_is_found(quoted: str) -> None:
     assert not stands_in(quoted, said())
+
+
+def test_every_page_is_reached_from_the_readme() -> None:
+    linked = set(re.findall(r"\]\((?:docs/)?([\w-]+\.md)[)#]", README.read_text(encoding="utf-8")))
+    pages = {page.name for page in (ROOT / "docs").glob("*.md")}
+    assert pages - linked == set()
