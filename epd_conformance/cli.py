@@ -26,6 +26,8 @@ from epd_conformance.catalogue import ConformanceLevel
 from epd_conformance.catalogue.model import topology_kind
 from epd_conformance.errors import StackError, UsageError
 from epd_conformance.features import Feature
+from epd_conformance.history_cli import app as history_app
+from epd_conformance.history_cli import nightly
 from epd_conformance.store_cli import app as store_app
 from epd_conformance.verdict import Mode
 
@@ -39,6 +41,8 @@ app = typer.Typer(
 models_app = typer.Typer(help="The zoo of tiny models that are made by code.", no_args_is_help=True)
 app.add_typer(models_app, name="models")
 app.add_typer(store_app, name="store")
+app.add_typer(history_app, name="history")
+app.command("nightly")(nightly)
 
 SubjectOption = Annotated[
     str, typer.Option("--subject", help="reference, vllm-example, an entry point, module:Class, or file.toml")
@@ -135,7 +139,7 @@ def run(
 ) -> None:
     """Run the suites against a subject, print the verdicts and write the report."""
     from epd_conformance.report import render_text
-    from epd_conformance.report.writer import REPORT_NAME
+    from epd_conformance.report.writer import PAGE_NAME, REPORT_NAME
 
     if topology_kind(profile) == "proxy":
         subject = subject or "proxy"
@@ -182,6 +186,8 @@ def run(
         else:
             render_text.print_report(keep.report)
             print(f"report: {keep.run.out / REPORT_NAME}")
+            if (page := keep.run.out / PAGE_NAME).is_file():
+                print(f"page: {page}")
         sys.stdout.flush()
     except BrokenPipeError:
         # Who reads only the first line (`| head -1`) must not turn the exit code into 1, "nonconformant".
@@ -505,6 +511,35 @@ def compare(
     else:
         render_compare.print_comparison(found)
     raise typer.Exit(1 if found.regressions else 0)
+
+
+@app.command("render")
+def render_html(
+    directory: Annotated[Path, typer.Argument(help="the folder of a run (its --out)")],
+    out: Annotated[Path | None, typer.Option(help="the file to write (default: report.html in that folder)")] = None,
+    history: Annotated[
+        list[Path] | None, typer.Option(help="the folder of another run, for the trend (may be repeated)")
+    ] = None,
+    serve: Annotated[
+        bool, typer.Option("--serve", help="then show it in a browser, at an address of this machine, until Ctrl-C")
+    ] = False,
+) -> None:
+    """Make one HTML file of a run: outcome, matrices, every cell with its evidence; it needs no network."""
+    from epd_conformance.report import html
+    from epd_conformance.report.writer import PAGE_NAME
+
+    page = html.read_page(directory, history or ())
+    out = out or (directory if directory.is_dir() else directory.parent) / PAGE_NAME
+    text = html.render(page)
+    try:
+        html.save(out, text)
+    except OSError as error:
+        raise UsageError(f"{out} cannot be written ({error.strerror}): choose another place with --out") from error
+    print(out)
+    if serve:
+        from epd_conformance.serve_page import serve as show
+
+        show(text, lambda line: print(line, file=sys.stderr, flush=True))
 
 
 @app.command()

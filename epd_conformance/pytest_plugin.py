@@ -367,3 +367,5 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         sys.stdout.flush()
         render_text.print_report(report)
         terminalreporter.line(f"report: {config.stash[RUN].out / 'report.json'}")
+        if (page := config.stash[RUN].out / "report.html").is_file():
+            terminalreporter.line(f"page: {page}")

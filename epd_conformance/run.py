@@ -57,7 +57,7 @@ from epd_conformance.proxycheck.case import OWN, ProxyCase, ProxyCell
 from epd_conformance.proxycheck.plan import ARRANGEMENTS
 from epd_conformance.proxycheck.session import LOG as PROXY_LOG
 from epd_conformance.proxycheck.session import ProxySession
-from epd_conformance.report import merge, schema, writer
+from epd_conformance.report import html, merge, schema, writer
 from epd_conformance.report.failure import failure_text
 from epd_conformance.runtime import doctor, vllm_info
 from epd_conformance.topology import claims
@@ -715,9 +715,14 @@ class Run:
             merge.merge(self.out, end)
 
     def finish(self) -> schema.Report:
-        """Write the report of a run that has ended. Cells that never ran stand in it as could-not-run."""
+        """Write the report of a run that has ended, and its page. Cells that never ran stand in it as could-not-run."""
         results = writer.read_results(self.out / writer.RESULTS_NAME)
-        return writer.write_report(self.out, writer.build_report(results, self.catalogue))
+        report = writer.write_report(self.out, writer.build_report(results, self.catalogue))
+        try:
+            html.write_page(self.out, report)
+        except Exception as error:  # the page decides nothing, so nothing about it may cost a run its outcome
+            self.progress.say(f"warning: {writer.PAGE_NAME} could not be made ({type(error).__name__}: {error})")
+        return report
 
     def close(self) -> None:
         """End every process of the run."""

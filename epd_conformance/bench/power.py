@@ -77,9 +77,10 @@ class Row:
 def command(
     as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
     against: Annotated[
-        Literal["layer", "tests", "both"],
+        Literal["layer", "tests", "both", "nothing"],
         typer.Option(
-            help="what mutants meet; both: the contract layer, and what survives it the connector's own tests"
+            help="what mutants meet; both: the contract layer, and what survives it the connector's own tests; "
+            "nothing: only what the ledgers say"
         ),
     ] = "both",
     sample: Annotated[int, typer.Option(min=0, help="only so many mutants, evenly spread; 0: all")] = 0,

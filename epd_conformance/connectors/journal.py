@@ -18,8 +18,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -135,23 +134,72 @@ class Journal:
         events: list[dict[str, Any]] = []
         for path in self._files():
             with contextlib.suppress(FileNotFoundError):
-                events.extend(_lines(path, offsets.get(path.name, 0)))
-        events.sort(key=lambda event: (event["t"], event["server"], event["side"], event["seq"]))
+                events += _Part().read(path, offsets.get(path.name, 0)).events
+        events.sort(key=_order)
         return events
 
 
-def _lines(path: Path, offset: int) -> Iterator[dict[str, Any]]:
-    last = 0.0
-    with path.open("rb") as handle:
-        # A file that is shorter than it was has been deleted and made anew: all of it is new.
-        handle.seek(offset if offset <= path.stat().st_size else 0)
-        for raw in handle:
-            if not raw.endswith(b"\n"):
-                return
-            try:
-                event = json.loads(raw)
-                last = [event[name] for name in ("seq", "server", "side", "ev", "t")][-1]
-            except (ValueError, TypeError, KeyError):
-                server, side, *_ = path.name.rsplit(".", 3)
-                event = {"seq": -1, "t": last, "server": server, "side": side, "ev": "lost", "error": "a torn line"}
-            yield event
+class Follower:
+    """Reads one journal directory again and again, of each file only what is new: a stack's journal grows with every cell."""
+
+    def __init__(self) -> None:
+        self._parts: dict[str, _Part] = {}
+
+    def read(self, journal: Journal) -> list[dict[str, Any]]:
+        """What `journal.read()` would give."""
+        parts: dict[str, _Part] = {}
+        for path in journal._files():
+            with contextlib.suppress(FileNotFoundError):
+                part = self._parts.get(path.name)
+                if part is None or not part.goes_on_in(path):
+                    part = _Part()
+                parts[path.name] = part.read(path, part.end)
+        self._parts = parts
+        return sorted((event for part in parts.values() for event in part.events), key=_order)
+
+
+def _order(event: dict[str, Any]) -> tuple[Any, ...]:
+    return event["t"], event["server"], event["side"], event["seq"]
+
+
+@dataclass
+class _Part:
+    """What was read of one file."""
+
+    events: list[dict[str, Any]] = field(default_factory=list)
+    end: int = 0
+    inode: int = 0
+    last: float = 0.0
+
+    def goes_on_in(self, path: Path) -> bool:
+        """Whether the file is still the one that was read, and not made anew."""
+        status = path.stat()
+        return (status.st_ino, True) == (self.inode, status.st_size >= self.end)
+
+    def read(self, path: Path, offset: int) -> _Part:
+        """Read on from `offset` to the last whole line."""
+        with path.open("rb") as handle:
+            status = os.fstat(handle.fileno())
+            self.inode = status.st_ino
+            # A file that is shorter than it was has been deleted and made anew: all of it is new.
+            self.end = offset if offset <= status.st_size else 0
+            handle.seek(self.end)
+            for raw in handle:
+                if not raw.endswith(b"\n"):
+                    break
+                self.end += len(raw)
+                try:
+                    event = json.loads(raw)
+                    self.last = [event[name] for name in ("seq", "server", "side", "ev", "t")][-1]
+                except (ValueError, TypeError, KeyError):
+                    server, side, *_ = path.name.rsplit(".", 3)
+                    event = {
+                        "seq": -1,
+                        "t": self.last,
+                        "server": server,
+                        "side": side,
+                        "ev": "lost",
+                        "error": "a torn line",
+                    }
+                self.events.append(event)
+        return self

@@ -170,18 +170,13 @@ class Header:
 class Expectation:
     """What the reader knows of the object before it reads it. None means that the reader cannot know.
 
-    Attributes:
-        width_multiple: width must be a positive multiple of this. A consumer is not told the width, but an
-            encoder packs one vector of the language model's width for each layer that it feeds (one, or more
-            with DeepStack).
+    Of the width it knows only which ones are possible, see ``widths.py``.
     """
 
     key: str
     fingerprint: str
     rows: int | None = None
     dtype: str | None = None
-    width: int | None = None
-    width_multiple: int | None = None
 
 
 def show_key(key: str) -> str:
@@ -336,25 +331,11 @@ def read_header(beginning: bytes | bytearray | memoryview, size: int) -> tuple[H
     return header, start
 
 
-def verify(header: Header, tensor: torch.Tensor, expect: Expectation) -> None:
-    """Check a decoded object against what its reader needs.
-
-    Raises:
-        ObjectError: ``key``, ``model``, ``rows``, ``width``, ``dtype`` or ``shape``, the first that differs.
-    """
-    verify_header(header, expect)
-    actual_tensor = (*tensor.shape, str(tensor.dtype).removeprefix("torch."))
-    if actual_tensor != (header.rows, header.width, header.dtype):
-        raise ObjectError(
-            Reason.SHAPE, f"the tensor of {show_key(expect.key)} is {actual_tensor}, not as its header says"
-        )
-
-
 def verify_header(header: Header, expect: Expectation) -> None:
     """Check what an object says about itself against what its reader needs.
 
     Raises:
-        ObjectError: ``key``, ``model``, ``rows``, ``width`` or ``dtype``, the first that differs.
+        ObjectError: ``key``, ``model``, ``rows`` or ``dtype``, the first that differs.
     """
     if header.key != expect.key:
         raise ObjectError(Reason.KEY, f"the object is of {show_key(header.key)}, wanted is {show_key(expect.key)}")
@@ -367,16 +348,10 @@ def verify_header(header: Header, expect: Expectation) -> None:
     wanted: list[tuple[Reason, Any, Any]] = [
         (Reason.ROWS, header.rows, expect.rows),
         (Reason.DTYPE, header.dtype, expect.dtype),
-        (Reason.WIDTH, header.width, expect.width),
     ]
     for reason, actual, expected in wanted:
         if expected is not None and actual != expected:
             raise ObjectError(reason, f"{reason} of {show_key(expect.key)} is {actual}, wanted is {expected}")
-    if expect.width_multiple is not None and (header.width == 0 or header.width % expect.width_multiple):
-        raise ObjectError(
-            Reason.WIDTH,
-            f"width of {show_key(expect.key)} is {header.width}, wanted is a multiple of {expect.width_multiple}",
-        )
 
 
 def publish(root: Path, key: str, data: bytes | Sequence[bytes | memoryview], *, fsync: bool = False) -> Path:
@@ -438,14 +413,6 @@ def publish(root: Path, key: str, data: bytes | Sequence[bytes | memoryview], *,
     return path
 
 
-def stat_identity(root: Path, key: str) -> StatIdentity | None:
-    """The state of the file under a key's name, or None if there is none (or it cannot be told)."""
-    try:
-        return identity_of((root / object_name(key)).stat())
-    except OSError:
-        return None
-
-
 def identity_of(status: os.stat_result) -> StatIdentity:
     """The state of a file, from its status."""
     return StatIdentity(status.st_ino, status.st_size, status.st_mtime_ns)
@@ -489,33 +456,6 @@ def fill(descriptor: int, view: memoryview, offset: int = 0) -> int:
     while filled < len(view) and (count := os.preadv(descriptor, [view[filled:]], offset + filled)):
         filled += count
     return filled
-
-
-def read_object(root: Path, key: str) -> tuple[bytearray, StatIdentity]:
-    """All bytes under a key's name, in memory of this process, and the file's state before they were read.
-
-    Raises:
-        ObjectError: ``missing`` or ``unreadable``. What is shorter than it should be is for ``decode`` to
-        find.
-    """
-    with open_object(root / object_name(key)) as (descriptor, status):
-        buffer = bytearray(status.st_size)
-        with memoryview(buffer) as view:
-            filled = fill(descriptor, view)
-        del buffer[filled:]
-    return buffer, identity_of(status)
-
-
-def load(root: Path, expect: Expectation) -> tuple[Header, torch.Tensor, StatIdentity]:
-    """Read, decode and verify the object of ``expect.key``.
-
-    Raises:
-        ObjectError: for any reason why it must not be used.
-    """
-    buffer, identity = read_object(root, expect.key)
-    header, tensor = decode(buffer)
-    verify(header, tensor, expect)
-    return header, tensor, identity
 
 
 def _payload(tensor: torch.Tensor) -> memoryview:

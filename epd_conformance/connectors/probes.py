@@ -78,8 +78,13 @@ class ExampleStoreProbe(StoreProbe):
         temporary.replace(path)
 
     def delete(self, key: str) -> None:
+        path = self.file(key)
         with contextlib.suppress(FileNotFoundError):
-            shutil.rmtree(self.file(key).parent)
+            # The connector makes one of the store itself for a uuid like `.`.
+            if path.parent == self._root:
+                path.unlink()
+            else:
+                shutil.rmtree(path.parent)
 
     def unseal(self, data: bytes) -> Rows:
         length = int.from_bytes(data[:8], "little")
@@ -99,8 +104,8 @@ class ExampleStoreProbe(StoreProbe):
         return len(text).to_bytes(8, "little") + text + rows.data
 
     def file(self, key: str) -> Path:
-        """Raises ValueError for a key that leads out of the store, or to all of it: `delete` removes a folder."""
+        """Raises ValueError for a key that leads out of the store."""
         folder = Path(os.path.normpath(self._root / key))
-        if not folder.is_relative_to(self._root) or folder == self._root:
+        if not folder.is_relative_to(self._root):
             raise ValueError(f"the key {ascii(key)[:80]} leads out of the store")
         return folder / self.FILE

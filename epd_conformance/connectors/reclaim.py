@@ -27,6 +27,7 @@ from epd_conformance.connectors.object_format import (
     Reason,
     StatIdentity,
     check,
+    fill,
     identity_of,
     object_name,
     open_object,
@@ -38,7 +39,7 @@ _LOCK = ".reclaim.lock"
 
 #: Reasons for which an object is wrong in itself, whoever reads it. The others are about a reader: an object of another
 #: model, another version of the format or another number of rows may be right for somebody else.
-DAMAGED = frozenset({Reason.TRUNCATED, Reason.MALFORMED, Reason.CHECKSUM, Reason.KEY, Reason.SHAPE})
+DAMAGED = frozenset({Reason.TRUNCATED, Reason.MALFORMED, Reason.CHECKSUM, Reason.KEY})
 
 #: A temporary file of a writer that is alive is renamed within seconds; after an hour its writer is dead.
 TEMPORARY_S = 3600.0
@@ -81,11 +82,11 @@ class Stored:
 class Swept:
     """What a reclamation did. ``kept_bytes``: the size of what is left."""
 
-    objects: int = 0
-    bytes: int = 0
-    temporaries: int = 0
-    kept_objects: int = 0
-    kept_bytes: int = 0
+    objects: int
+    bytes: int
+    temporaries: int
+    kept_objects: int
+    kept_bytes: int
 
 
 def objects(root: Path) -> Iterator[Stored]:
@@ -122,9 +123,7 @@ def inspect(root: Path, path: Path) -> Header:
     """
     with open_object(path) as (descriptor, status):
         view = memoryview(bytearray(status.st_size))
-        filled = 0
-        while filled < len(view) and (count := os.preadv(descriptor, [view[filled:]], filled)):
-            filled += count
+        filled = fill(descriptor, view)
     header, _ = check(view[:filled])
     if object_name(header.key) != path.relative_to(root).as_posix():
         raise ObjectError(Reason.KEY, f"the object is of another item than its name {path.name} says")

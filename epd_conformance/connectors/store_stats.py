@@ -15,7 +15,7 @@ import json
 import socket
 import threading
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorWorkerMetadata
@@ -48,11 +48,8 @@ COUNTERS: dict[str, tuple[str, bool]] = {
 _MAIL_BYTES = 64 << 10  # far more than all names and numbers take
 
 
-@dataclass
 class StoreStats(ECConnectorStats):  # type: ignore[misc]
     """vLLM's container: ``data`` maps a counter's name, with ``:reason`` where it has one, to a number."""
-
-    data: dict[str, Any] = field(default_factory=dict)
 
     def reset(self) -> None:
         self.data = {}

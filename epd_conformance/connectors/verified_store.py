@@ -362,8 +362,8 @@ class VerifiedStoreConnector(ECConnectorBase):  # type: ignore[misc]
         self._dispatched = self._completed = 0
         self._threads = StoreThreads(LOOKUP_THREADS if scheduler else 1, "verified-store")
         # Only an encode server on runner V1 loses what its worker reports.
-        self._lossy = bool(self.is_producer and not self.is_consumer)
-        self._mailbox = Mailbox(str(transfer.engine_id), receive=scheduler) if self._lossy else None
+        lossy = self.is_producer and not self.is_consumer
+        self._mailbox = Mailbox(str(transfer.engine_id), receive=scheduler) if lossy else None
         self._unsent: dict[str, float] = {}
         self._reclaimer: Reclaimer | None = None
 
@@ -639,7 +639,9 @@ class VerifiedStoreConnector(ECConnectorBase):  # type: ignore[misc]
         del self._looks[key]
         found = look.task.result
         if isinstance(found, Pin):
-            self._replaced += [former for former in [self._pins.get(key)] if former is not None]
+            former = self._pins.get(key)
+            if former is not None:
+                self._replaced.append(former)
             self._pins[key] = found
         elif found.reason == "no-room" and self._make_room():
             return None
@@ -900,7 +902,7 @@ class VerifiedStoreConnector(ECConnectorBase):  # type: ignore[misc]
     def build_connector_worker_meta(self) -> ECConnectorWorkerMetadata | None:
         """What this worker counted since it last reported; None if nothing. V2 has taken it from
         ``get_ec_connector_stats`` before."""
-        if self._lossy:
+        if self._mailbox is not None:
             return None
         data = self._tally.take()
         return WorkerTally(data) if data else None
@@ -908,7 +910,7 @@ class VerifiedStoreConnector(ECConnectorBase):  # type: ignore[misc]
     def clear_connector_metadata(self) -> None:
         """The last hook of a step: on a V1 encode server the only way to report what was counted is a letter."""
         super().clear_connector_metadata()
-        if self._lossy and self._mailbox is not None:
+        if self._mailbox is not None:
             for name, value in self._tally.take().items():
                 self._unsent[name] = self._unsent.get(name, 0) + value
             if self._mailbox.send(self._unsent):

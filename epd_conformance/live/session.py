@@ -16,6 +16,7 @@ from typing import Any
 
 import requests
 
+from epd_conformance.connectors.journal import Follower
 from epd_conformance.errors import StackError
 from epd_conformance.live import baseline, client, faulting, http, proxied, scripted
 from epd_conformance.live.baseline import Baselines
@@ -65,6 +66,13 @@ class Stage:
     """The aggregated server of the baseline, which stays while the cells run."""
     reported: set[int] = field(default_factory=set)
     """Pids of dead servers that a cell's evidence names."""
+    _followed: tuple[Stack, Follower] | None = None
+
+    def journal(self) -> list[dict[str, Any]]:
+        """All journal lines of the stack under test so far."""
+        if self._followed is None or self._followed[0] is not self.stack:
+            self._followed = self.stack, Follower()
+        return self._followed[1].read(self.stack.journal)
 
 
 class LiveSession:
@@ -304,9 +312,10 @@ class Runner:
         self.roles = roles_of(self.stack)
         self.answers: list[Answer] = []
         self.facts: dict[str, Any] = {}
+        self._outlived = False
 
     def evidence(self) -> CellEvidence:
-        before = self.stack.journal.read()
+        before = self.stage.journal()
         self.mark = self.stack.journal.mark()
         getattr(self, "_" + self.cell.case.judge.replace("-", "_"), self._through_proxy)()
         self._settled()
@@ -348,6 +357,7 @@ class Runner:
         """Send one of the plan's requests and keep its answer."""
         answer = self.ask(base_url, request, rid or uuid.uuid4().hex, **options)
         self.answers.append(answer)
+        self._outlived = base_url == self.stack.base_url and answer.status == 200 and bool(request.images)
         return answer
 
     def ask(self, base_url: str, request: Request, rid: str, **options: Any) -> Answer:
@@ -357,7 +367,13 @@ class Runner:
         )
 
     def _settled(self) -> None:
-        """Wait a moment for the death of a server that has just failed a request: it takes about a second to go."""
+        """Wait a moment for the death of a server that has just failed a request: it takes about a second to go.
+
+        Not where the last request, sent after the others were answered, went over the whole path: a server whose engine is
+        about to end answers nobody any more.
+        """
+        if self._outlived:
+            return
         statuses = [answer.status for answer in self.answers] + [
             self.facts.get("status"),
             self.facts.get("reset_status"),

@@ -14,7 +14,7 @@ _FOLDER = "epd_conformance.connectors"
 
 #: Only the command line of the store, the probe and the tests call these; they never run in a server.
 _OUTSIDE_SERVERS = {
-    "object_format": ("encode", "pack", "repack", "unpack", "decode", "verify", "stat_identity", "read_object", "load"),
+    "object_format": ("encode", "pack", "repack", "unpack", "decode"),
     "reclaim": ("header_of", "inspect", "purge"),
 }
 #: These only make text for people.

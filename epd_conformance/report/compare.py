@@ -2,20 +2,20 @@
 
 Every verdict is one of three things: shown to hold (`pass`), shown not to hold (`fail`, and `known-failing`: declared
 beforehand it is a failure all the same), or not shown. With the cell that a report does not have, four states make the table
-in `TABLE`. A regression is whatever a run says less good, or less, about a cell than the one before.
+in `TABLE`. A regression is whatever a run says less good, or less, about a cell than the one before, where it was asked.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from epd_conformance.catalogue.model import topology_kind
+from epd_conformance.catalogue.model import ConformanceLevel, topology_kind
 from epd_conformance.errors import UsageError
-from epd_conformance.report.schema import CellRecord, DeviationKind, Report
+from epd_conformance.report.schema import DID_NOT_RUN, CellRecord, DeviationKind, Report
 from epd_conformance.verdict import Owner, Verdict
 
 
@@ -25,7 +25,8 @@ class Change(StrEnum):
     NEW_FAIL = "new-fail"
     DISAPPEARED = "disappeared"
     NEWLY_SKIPPED = "newly-skipped"  # was shown to hold or not to hold, and is not shown now
-    FLAKY = "flaky"  # passes in one run and fails in the other, and the new run's list names it
+    FLAKY = "flaky"  # passes in one run and fails in the other, and is known to do so
+    NOT_ASKED = "not-asked"  # was shown to hold or not to hold, and the new run was told to leave it out
     STILL_FAILING = "still-failing"
     STILL_UNVERIFIED = "still-unverified"  # shown in neither
     FIXED = "fixed"  # did not pass, and passes now
@@ -81,17 +82,19 @@ TABLE: dict[tuple[State, State], Change] = {
 """What became of a cell, by what the old report says about it and what the new one does. In neither it is no cell."""
 
 
-def classify(old: Verdict | None, new: Verdict | None, flaky: bool = False) -> Change:
+def classify(old: Verdict | None, new: Verdict | None, flaky: bool = False, asked: bool = True) -> Change:
     """What became of a cell; None is a report that does not have it. Raises ValueError for None twice.
 
-    `flaky`: the new run's list names the cell. It excuses nothing but a change between pass and fail.
+    `flaky`: the cell is known to be. It excuses nothing but a change between pass and fail. `asked`: whether the new run was
+    asked for the cell; what nobody asked for is not shown less.
     """
     pair = (STATES[old], STATES[new])
     if pair not in TABLE:
         raise ValueError("a cell that neither report has")
     if flaky and set(pair) == {State.HOLDS, State.FAILS}:
         return Change.FLAKY
-    return TABLE[pair]
+    change = TABLE[pair]
+    return Change.NOT_ASKED if not asked and change in (Change.NEWLY_SKIPPED, Change.DISAPPEARED) else change
 
 
 @dataclass(frozen=True)
@@ -179,8 +182,11 @@ class Comparison:
         }
 
 
-def compare(old: Report, new: Report) -> Comparison:
-    """What changed from `old` to `new`. Raises UsageError for two environment classes, and for runs without a common cell."""
+def compare(old: Report, new: Report, flaky: Collection[str] = ()) -> Comparison:
+    """What changed from `old` to `new`. Raises UsageError for two environment classes, and for runs without a common cell.
+
+    `flaky`: cells that a history of runs shows to be flaky, beside those that the new run's list names.
+    """
     if old.environment_class is not new.environment_class:
         raise UsageError(
             f"a run on {old.environment_class} and one on {new.environment_class} are not compared: what holds on one says "
@@ -192,12 +198,12 @@ def compare(old: Report, new: Report) -> Comparison:
             f"the runs have no cell in common ({_label(old)} with {_models(old)}, {_label(new)} with {_models(new)}): "
             "give runs of one profile and model"
         )
-    flaky = {cell for entry in new.known_deviations if entry.kind is DeviationKind.FLAKY for cell in entry.cells}
+    named = {cell for entry in new.known_deviations if entry.kind is DeviationKind.FLAKY for cell in entry.cells}
     return Comparison(
         title=_title(old, new),
         environment_class=str(new.environment_class),
         cells=tuple(
-            _change(before.get(name), after.get(name), name in flaky, new)
+            _change(before.get(name), after.get(name), name in named or name in flaky, old, new)
             for name in sorted(before.keys() | after.keys())
         ),
         requirements=_differences(_requirements(old), _requirements(new)),
@@ -206,10 +212,10 @@ def compare(old: Report, new: Report) -> Comparison:
     )
 
 
-def _change(old: CellRecord | None, new: CellRecord | None, flaky: bool, report: Report) -> CellChange:
+def _change(old: CellRecord | None, new: CellRecord | None, flaky: bool, before: Report, report: Report) -> CellChange:
     cell = new or old
     assert cell is not None  # its id stands in one of the reports
-    change = classify(_shown(old), _shown(new), flaky)
+    change = classify(_shown(old), _shown(new), flaky, _asked(old, new, before, report))
     return CellChange(
         id=cell.id,
         requirement=cell.requirement,
@@ -218,6 +224,23 @@ def _change(old: CellRecord | None, new: CellRecord | None, flaky: bool, report:
         new=new.verdict if new else None,
         why=_why(old, new, report),
     )
+
+
+def _asked(old: CellRecord | None, new: CellRecord | None, before: Report, report: Report) -> bool:
+    """Whether a run was asked for a cell that it may have nothing about.
+
+    An expected cell that did not run in a run that came to its end was left out by a selection (`-k`, `--cell`). One that is
+    not expected at all was not asked for where the new run has another profile without its topology, or only the level core.
+    """
+    if new is not None:
+        return report.interrupted or (new.verdict, new.reason) != (Verdict.COULD_NOT_RUN, DID_NOT_RUN)
+    assert old is not None
+    topologies = {cell.topology for item in report.requirements for cell in item.cells}
+    if before.run.profile != report.run.profile and old.topology not in topologies:
+        return False
+    explained = any(gap.requirement == old.requirement for gap in report.not_verified)
+    lower = before.run.level is ConformanceLevel.FULL and report.run.level is ConformanceLevel.CORE
+    return explained or not lower
 
 
 def _shown(cell: CellRecord | None) -> Verdict | None:
@@ -284,7 +307,7 @@ def _short(digest: str) -> str:
 
 def _conditions(report: Report) -> dict[str, tuple[str, str]]:
     """What has to be the same for two cells to be comparable, and what it means if it is not."""
-    only_one = "cells that only one of them asks for are new or disappeared"
+    only_one = "cells that only one of them asks for are new or not-asked"
     return {
         "profile": (report.run.profile, only_one),
         "level": (str(report.run.level), only_one),

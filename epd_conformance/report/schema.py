@@ -37,6 +37,9 @@ MIN_ADMITTED_SHARE = 0.8
 # What every certificate's contents are drawn from: with a seed of one's own one could try until a run comes out well.
 CERTIFY_SEED = 0
 
+# The reason of an expected cell without a result that has a test: the run was cut short, or told to leave the cell out.
+DID_NOT_RUN = "did not run"
+
 TopologyName = Annotated[str, Field(pattern=SIZED_TOPOLOGY_PATTERN)]
 RequirementId = Annotated[str, Field(pattern=ID_PATTERN)]
 Count = Annotated[int, Field(ge=0)]

@@ -28,6 +28,7 @@ from epd_conformance.catalogue import Catalogue
 from epd_conformance.errors import UsageError
 from epd_conformance.report.redact import redact
 from epd_conformance.report.schema import (
+    DID_NOT_RUN,
     Artifact,
     CellRecord,
     ConfigurationRecord,
@@ -60,6 +61,7 @@ from epd_conformance.verdict import (
 
 RESULTS_NAME = "results.ndjson"
 REPORT_NAME = "report.json"
+PAGE_NAME = "report.html"
 
 KINDS: dict[type[Model], str] = {
     RunStart: "run",
@@ -384,7 +386,7 @@ def _record(cell: Cell, record: CellRecord | None, expected: ExpectedRecord | No
     if record is not None:
         return record if record.verdict is cell.verdict else record.model_copy(update={"verdict": cell.verdict})
     assert expected is not None  # a cell comes from a record or from the expected set
-    reason = "did not run" if expected.case else "no test was collected"
+    reason = DID_NOT_RUN if expected.case else "no test was collected"
     return CellRecord(
         id=expected.id,
         requirement=expected.requirement,

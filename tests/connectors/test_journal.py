@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from epd_conformance.connectors.journal import DIRECTORY, SERVER, Journal, JournalWriter
+from epd_conformance.connectors.journal import DIRECTORY, SERVER, Follower, Journal, JournalWriter
 
 
 @pytest.fixture
@@ -229,3 +229,28 @@ class TestLoss:
         monkeypatch.setattr(Journal, "_files", lambda self: [*folder.glob("*.ndjson"), gone])
         assert kinds(journal.read()) == ["one"]
         assert [name for name, _ in journal.mark().offsets] == [path.name for path in folder.iterdir()]
+
+
+def test_who_follows_sees_what_a_whole_reading_sees(folder: Path) -> None:
+    """Also a line in two halves, a torn one, a file made anew with more in it than before, and one that has gone."""
+    journal, follower = Journal(folder), Follower()
+    assert follower.read(journal) == []
+    JournalWriter("worker").write("one")
+    JournalWriter("scheduler").write("two")
+    (worker,) = folder.glob("*.worker.*")
+    (scheduler,) = folder.glob("*.scheduler.*")
+    texts = worker.read_text().replace('"seq": 0', '"seq": 1'), "torn\n"
+    for text in ("", texts[0][:30], texts[0][30:], *texts):
+        with worker.open("a") as file:
+            file.write(text)
+        assert follower.read(journal) == journal.read()
+    assert kinds(journal.read()).count("lost") == 1
+    other = worker.with_name("new")
+    other.write_text(worker.read_text().replace('"one"', '"another"') + texts[0])
+    other.rename(worker)
+    assert follower.read(journal) == journal.read()
+    assert "another" in kinds(follower.read(journal))
+    worker.write_text(texts[0])
+    assert follower.read(journal) == journal.read()
+    scheduler.unlink()
+    assert kinds(follower.read(journal)) == kinds(journal.read()) == ["one"]

@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch", reason="torch is not installed: objects hold torch tensors")
 
+from stored_objects import load  # noqa: E402
+
 from epd_conformance.connectors import object_format as of  # noqa: E402
 from epd_conformance.connectors.object_format import Expectation, Header, ObjectError, Reason  # noqa: E402
 
@@ -80,7 +82,7 @@ def test_round_trip_is_exact(key: str, creator: str, dtype: str, rows: int, widt
     read, loaded = of.decode(of.encode(tensor, header))
     assert read == header
     assert same_bytes(loaded, tensor)
-    of.verify(read, loaded, Expectation(key, FINGERPRINT, rows, dtype, width))
+    of.verify_header(read, Expectation(key, FINGERPRINT, rows, dtype))
 
 
 @pytest.mark.parametrize("key", HOSTILE_KEYS, ids=ascii)
@@ -179,22 +181,15 @@ def test_a_plain_safetensors_file_is_malformed() -> None:
         ({"rows": 4}, Reason.ROWS),
         ({"rows": 1}, Reason.ROWS),
         ({"dtype": "bfloat16"}, Reason.DTYPE),
-        ({"width": 1}, Reason.WIDTH),
-        ({"width_multiple": 2}, Reason.WIDTH),
     ],
     ids=str,
 )
 def test_verify_names_what_differs(change: dict[str, object], reason: Reason) -> None:
-    header, tensor = of.decode(object_of(tensor_of()))
-    fits = Expectation("k", FINGERPRINT, rows=2, dtype="float32", width=3, width_multiple=3)
-    of.verify(header, tensor, fits)
-    of.verify(header, tensor, Expectation("k", FINGERPRINT))
-    assert reason_of(lambda: of.verify(header, tensor, dataclasses.replace(fits, **change))) is reason
-
-
-def test_verify_compares_the_tensor_with_the_header() -> None:
-    header, tensor = of.decode(object_of(tensor_of()))
-    assert reason_of(lambda: of.verify(header, tensor[:1], Expectation("k", FINGERPRINT, rows=2))) is Reason.SHAPE
+    header, _ = of.unpack(object_of(tensor_of()))
+    fits = Expectation("k", FINGERPRINT, rows=2, dtype="float32")
+    of.verify_header(header, fits)
+    of.verify_header(header, Expectation("k", FINGERPRINT))
+    assert reason_of(lambda: of.verify_header(header, dataclasses.replace(fits, **change))) is reason
 
 
 @pytest.mark.parametrize("shape", [(6,), (), (1, 2, 3)], ids=str)
@@ -237,7 +232,7 @@ def test_hostile_keys_are_published_inside_the_root(tmp_path: Path, key: str) ->
     root.mkdir()
     of.publish(root, key, object_of(tensor_of(), key))
     assert [path.name for path in tmp_path.iterdir()] == ["root"]
-    header, tensor, _ = of.load(root, Expectation(key, FINGERPRINT, rows=2))
+    header, tensor = load(root, Expectation(key, FINGERPRINT, rows=2))
     assert header.key == key
     assert torch.equal(tensor, tensor_of())
 
@@ -272,7 +267,7 @@ def test_a_failed_publication_leaves_nothing(tmp_path: Path, monkeypatch: pytest
         of.publish(tmp_path, "k", object_of(tensor_of(5, 5)))
     assert calls == 2
     assert sorted(path for path in tmp_path.rglob("*") if path.is_file()) == files
-    assert torch.equal(of.load(tmp_path, Expectation("k", FINGERPRINT))[1], tensor_of())
+    assert torch.equal(load(tmp_path, Expectation("k", FINGERPRINT))[1], tensor_of())
 
 
 def test_short_writes_lose_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -294,27 +289,28 @@ def test_a_vanished_root_is_not_made_again(tmp_path: Path) -> None:
     assert not (tmp_path / "gone").exists()
 
 
+KINDS = {"folder": Reason.UNREADABLE, "fifo": Reason.UNREADABLE, "nothing": Reason.MISSING}
+
+
 def test_reading_what_is_not_a_regular_file(tmp_path: Path) -> None:
     folder = tmp_path / of.object_name("folder")
     folder.mkdir(parents=True)
     fifo = tmp_path / of.object_name("fifo")
     fifo.parent.mkdir(parents=True)
     os.mkfifo(fifo)  # must not block
-    assert reason_of(lambda: of.read_object(tmp_path, "folder")) is Reason.UNREADABLE
-    assert reason_of(lambda: of.read_object(tmp_path, "fifo")) is Reason.UNREADABLE
-    assert reason_of(lambda: of.read_object(tmp_path, "nothing")) is Reason.MISSING
-    assert of.stat_identity(tmp_path, "nothing") is None
+    found = {key: reason_of(lambda key=key: load(tmp_path, Expectation(key, FINGERPRINT))) for key in KINDS}
+    assert found == KINDS
 
 
 def test_a_huge_sparse_file_is_not_read(tmp_path: Path) -> None:
     path = of.publish(tmp_path, "k", b"")
     os.truncate(path, of.MAX_OBJECT_BYTES + 1)
-    assert reason_of(lambda: of.read_object(tmp_path, "k")) is Reason.UNREADABLE
+    assert reason_of(lambda: load(tmp_path, Expectation("k", FINGERPRINT))) is Reason.UNREADABLE
 
 
 def test_the_tensor_does_not_depend_on_the_file(tmp_path: Path) -> None:
     path = of.publish(tmp_path, "k", object_of(tensor_of(64, 64)))
-    _, tensor, _ = of.load(tmp_path, Expectation("k", FINGERPRINT))
+    _, tensor = load(tmp_path, Expectation("k", FINGERPRINT))
     with path.open("r+b") as file:  # in place: a mapping would follow
         file.write(b"\xff" * path.stat().st_size)
         file.truncate(10)
@@ -323,12 +319,13 @@ def test_the_tensor_does_not_depend_on_the_file(tmp_path: Path) -> None:
 
 def test_identity_changes_when_published_again_or_written_in_place(tmp_path: Path) -> None:
     path = of.publish(tmp_path, "k", object_of(tensor_of()))
-    first = of.stat_identity(tmp_path, "k")
-    assert first == of.read_object(tmp_path, "k")[1] == of.stat_identity(tmp_path, "k")
+    first = of.identity_of(path.stat())
+    with of.open_object(path) as (_, status):
+        assert of.identity_of(status) == first
     keep = path.open("rb")  # so that the file system cannot hand out the same inode again
     of.publish(tmp_path, "k", object_of(tensor_of()))
-    second = of.stat_identity(tmp_path, "k")
+    second = of.identity_of(path.stat())
     assert second != first
     os.utime(path, ns=(1, 1))
-    assert of.stat_identity(tmp_path, "k") != second
+    assert of.identity_of(path.stat()) != second
     keep.close()

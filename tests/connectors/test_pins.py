@@ -145,6 +145,10 @@ def test_free_memory_stays_warm_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -
     assert mapped(area) == 2 * PAGE
     again = area.reserve(8 * PAGE)
     assert again is not None
+    small = PinArea(2 * PAGE)
+    all_of_it = small.reserve(2 * PAGE)
+    assert all_of_it is not None
+    small.release(all_of_it)  # what is cold would begin where the area ends
     assert again.offset == 0
     assert set(again.view[2 * PAGE :]) == {0}
 
@@ -154,6 +158,7 @@ def test_free_memory_stays_warm_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -
 def test_what_is_free_is_one_piece_again(order: tuple[int, ...]) -> None:
     area = PinArea(6 * PAGE)
     rooms = [area.reserve(2 * PAGE) for _ in range(3)]
+    assert area._free == []
     for index in order:
         room = rooms[index]
         assert room is not None

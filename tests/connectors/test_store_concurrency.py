@@ -13,6 +13,8 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed: objects hold torch tensors")
 
+from stored_objects import load  # noqa: E402
+
 from epd_conformance.connectors import object_format as of  # noqa: E402
 from epd_conformance.connectors.object_format import Expectation, Header, ObjectError, Reason  # noqa: E402
 
@@ -89,7 +91,7 @@ def race(script: str, tmp_path: Path) -> tuple[set[int], set[Reason]]:
         end = time.monotonic() + 1.0
         while time.monotonic() < end:
             try:
-                header, tensor, _ = of.load(root, Expectation(KEY, FINGERPRINT, rows=64, dtype="float32", width=1024))
+                header, tensor = load(root, Expectation(KEY, FINGERPRINT, rows=64, dtype="float32"))
             except ObjectError as error:
                 failures.add(error.reason)
                 continue
@@ -155,7 +157,7 @@ def kill_writers(script: str, tmp_path: Path, moments: int) -> tuple[int, Counte
     files = [tmp_path / f"{seed}.object" for seed in range(2)]
     for file, (data, _) in zip(files, objects, strict=True):
         file.write_bytes(data)
-    expect = Expectation(KEY, FINGERPRINT, rows=2048, dtype="float32", width=1024)
+    expect = Expectation(KEY, FINGERPRINT, rows=2048, dtype="float32")
     third, third_tensor = object_bytes(2, rows=4, width=1024)
     rng = random.Random(1)
     torn = 0
@@ -174,14 +176,14 @@ def kill_writers(script: str, tmp_path: Path, moments: int) -> tuple[int, Counte
                 torn += path.stat().st_size < len(objects[0][0])
                 path.unlink()
             try:
-                header, tensor, _ = of.load(root, expect)
+                header, tensor = load(root, expect)
             except ObjectError as error:
                 found[str(error.reason)] += 1
             else:
                 right = torch.equal(tensor, objects[int(header.creator.removeprefix("seed "))][1])
                 found["whole" if right else "wrong"] += 1
             of.publish(root, KEY, third)
-            if not torch.equal(of.load(root, Expectation(KEY, FINGERPRINT, rows=4))[1], third_tensor):
+            if not torch.equal(load(root, Expectation(KEY, FINGERPRINT, rows=4))[1], third_tensor):
                 unusable.add(number)
     finally:
         stop(process)

@@ -196,7 +196,8 @@ def test_every_counter_is_a_metric_as_documented() -> None:
 
 def test_what_is_no_count_is_not_shown() -> None:
     made, registry = metrics()
-    made.observe(json.loads('{"hits": 0, "unknown": 3, "saves": 0.25, "loads": -1}'))
+    made.observe(json.loads('{"hits": 0, "misses:model": 0, "unknown": 3, "saves": 0.25, "loads": -1}'))
     shown = samples(registry)
+    assert not any(reason for _, _, reason in shown), "of a reason that never was no line"
     assert shown["vllm:ec_store_saves_total", "0", ""] == 0.25
     assert sum(shown.values()) == 0.25

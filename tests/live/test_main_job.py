@@ -21,6 +21,14 @@ SMOKE = [
     *(f"EPD-TOK-002[{topology}/{MODEL}/img1]" for topology in ("e-pd", "e-p-d")),
     *(f"EPD-TOK-003[{topology}/{MODEL}/img2]" for topology in ("e-pd", "e-p-d")),
 ]
+#: The topology with the most: every role but that of both, an EC connector and a KV connector, and both baselines.
+LONGEST = [name for name in SMOKE if "[e-p-d/" in name]
+#: Enough cells for Ctrl-C to come in the middle of them. The second takes seconds: it starts servers again.
+CUT_SHORT = [
+    f"EPD-ERR-001[e-pd/{MODEL}/deleted]",
+    *(f"EPD-STALE-003[e-pd/{MODEL}/{servers}]" for servers in ("consumer", "encode", "all")),
+    f"EPD-TOK-002[e-pd/{MODEL}/img1]",
+]
 
 pytestmark = [pytest.mark.live, pytest.mark.needs_vllm]
 
@@ -170,22 +178,23 @@ def fingerprint(out: Path) -> dict[str, Any]:
 def test_plain_and_forked_servers_give_the_same(forked: Path, tmp_path: Path) -> None:
     """A fork that changed an answer would make every verdict worthless."""
     out = tmp_path / "plain"
-    arguments = ["--subject", "reference", "--profile", "all", "--boot", "plain", "--out", str(out)]
-    code, stdout, stderr = finish(start("epd_conformance.cli", "run", *arguments, *cells(*SMOKE)), 900)
+    arguments = ["--subject", "reference", "--profile", "e-p-d", "--boot", "plain", "--out", str(out)]
+    code, stdout, stderr = finish(start("epd_conformance.cli", "run", *arguments, *cells(*LONGEST)), 900)
     assert code == 3, f"{stdout}\n{stderr}"
-    assert fingerprint(out) == fingerprint(forked)
-    assert all(fingerprint(out)[name]["ids"][0] for name in SMOKE), "empty answers would be equal too"
+    plain = fingerprint(out)
+    assert plain == {name: fingerprint(forked)[name] for name in LONGEST}
+    assert all(plain[name]["ids"][0] for name in LONGEST), "empty answers would be equal too"
     patches = json.loads((out / "report.json").read_text())["environment"]["patches"]
     assert "fork-context" not in [patch["name"] for patch in patches]
 
 
 def test_answers_are_the_same_without_the_recorder(forked: Path, tmp_path: Path) -> None:
     out = tmp_path / "bare"
-    arguments = ["--no-recorder", "--", "--subject", "reference", "--profile", "all", "--out", str(out)]
-    code, stdout, stderr = finish(start("planted", *arguments, *cells(*SMOKE)))
+    arguments = ["--no-recorder", "--", "--subject", "reference", "--profile", "e-p-d", "--out", str(out)]
+    code, stdout, stderr = finish(start("planted", *arguments, *cells(*LONGEST)))
     assert code == 3, f"{stdout}\n{stderr}"
     bare, recorded = fingerprint(out), fingerprint(forked)
-    for name in SMOKE:
+    for name in LONGEST:
         for part in ("prompt", "ids", "logprobs", "baseline"):
             assert bare[name][part] == recorded[name][part]
         # And without a journal nothing is proven, so nothing passes.
@@ -194,9 +203,10 @@ def test_answers_are_the_same_without_the_recorder(forked: Path, tmp_path: Path)
 
 def test_ctrl_c_leaves_a_report_and_nothing_else(tmp_path: Path) -> None:
     out = tmp_path / "cut short"
-    process = start("epd_conformance.cli", "run", "--subject", "reference", "--profile", "e-pd", "--out", str(out))
+    arguments = ["--subject", "reference", "--profile", "e-pd", "--out", str(out)]
+    process = start("epd_conformance.cli", "run", *arguments, *cells(*CUT_SHORT))
     results = out / "results.ndjson"
-    deadline = time.monotonic() + 400  # every prompt of the profile is asked of the baseline first
+    deadline = time.monotonic() + 400
     while '"kind":"cell"' not in (results.read_text() if results.exists() else ""):
         assert time.monotonic() < deadline and process.poll() is None, process.communicate()
         time.sleep(0.05)
@@ -208,6 +218,9 @@ def test_ctrl_c_leaves_a_report_and_nothing_else(tmp_path: Path) -> None:
     assert report["interrupted"] is True
     assert report["complete"] is False
     assert report["outcome"] == "incomplete"
+    verdicts = {name: record["verdict"] for name, record in records(out).items()}
+    assert verdicts[CUT_SHORT[0]] == "pass"
+    assert verdicts[CUT_SHORT[-1]] == "could-not-run"
     assert "cut short" in stdout
     assert left_of(out) == []
 

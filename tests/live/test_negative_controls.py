@@ -24,10 +24,13 @@ def cell(requirement: str, topology: str, case: str) -> str:
     return f"{requirement}[{topology}/{MODEL}/{case}]"
 
 
+Report = dict[str, Any]
+
+
 def run(
     out: Path, topology: str, cells: list[str], *, subject: str = "reference", plant: list[str] | None = None
-) -> dict[str, Any]:
-    """Run the named cells with a defect; returns the report's cells by id, `exit` and the report itself."""
+) -> Report:
+    """Run the named cells with defects; returns the report's cells by id, `exit`, the report itself and its folder."""
     command = [sys.executable, "-m", "planted", *(plant or []), "--", "--subject", subject, "--profile", topology]
     command += ["--out", str(out)]
     for name in cells:
@@ -38,66 +41,107 @@ def run(
     assert path.exists(), f"no report was made (exit {done.returncode})\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
     report = json.loads(path.read_text())
     found = {record["id"]: record for requirement in report["requirements"] for record in requirement["cells"]}
-    return {"cells": found, "exit": done.returncode, "report": report}
+    return {"cells": found, "exit": done.returncode, "report": report, "out": out}
 
 
-def tokens_equal(out: Path, record: dict[str, Any]) -> bool:
+def tokens_equal(result: Report, name: str) -> bool:
     """Whether the raw evidence of a cell holds the same ids in both arms."""
-    evidence = json.loads((out / record["artifacts"][0]).read_text())
+    evidence = json.loads((result["out"] / result["cells"][name]["artifacts"][0]).read_text())
     arms = [base["ids"] for digest in evidence["baseline"].values() for base in digest.values()]
     return all(answer["ids"] in arms and answer["ids"] for answer in evidence["answers"])
 
 
-def verdict(result: dict[str, Any], name: str) -> tuple[str, str]:
+def verdict(result: Report, name: str) -> tuple[str, str]:
     record = result["cells"][name]
     return record["verdict"], record["reason"]
 
 
-def test_connector_off_is_inconclusive(tmp_path: Path) -> None:
-    name = cell("EPD-TOK-002", "e-pd", "img1")
-    warm = cell("EPD-XFER-001", "e-pd", "img3")
-    faults = [cell("EPD-ERR-001", "e-pd", "deleted"), cell("EPD-INTEG-002", "e-pd", "replaced")]
-    result = run(tmp_path / "o", "e-pd", [name, warm, *faults], subject="planted.subjects:Off")
-    assert verdict(result, name) == ("inconclusive", "local-encode")
-    assert verdict(result, warm) == ("inconclusive", "local-encode")
-    assert tokens_equal(tmp_path / "o", result["cells"][name])
-    assert result["cells"][name]["evidence"]["localEncodes"] == 1
+# -- one boot of each topology; each cell has a defect of its own --------------------------------------------------------
+
+E_PD = {
+    cell(*words): defect
+    for defect, asked in {
+        "": [("EPD-TOK-003", "e-pd", "img3")],
+        "Off": [
+            ("EPD-TOK-002", "e-pd", "img1"),
+            ("EPD-XFER-001", "e-pd", "img1"),
+            ("EPD-ERR-001", "e-pd", "deleted"),
+            ("EPD-INTEG-002", "e-pd", "replaced"),
+        ],
+        "SkipsPrimer": [("EPD-TOK-006", "e-pd", "first"), ("EPD-PROXY-002", "e-pd", "img3")],
+        "SwapsImages": [("EPD-TOK-003", "e-pd", "img2-reversed")],
+        "OtherRows": [("EPD-TOK-003", "e-pd", "img2"), ("EPD-XFER-001", "e-pd", "img3")],
+        "Casting": [("EPD-TOK-006", "e-pd", "last")],
+        "Unsalted": [("EPD-TOK-009", "e-pd", "img1-stream")],
+        "Inventing": [("EPD-XFER-003", "e-pd", "miss")],
+    }.items()
+    for words in asked
+}
+E_P_D = {
+    cell("EPD-TOK-001", "e-p-d", "text"): "",
+    cell("EPD-TOK-002", "e-p-d", "img1"): "EmptiesKV",
+    cell("EPD-KV-001", "e-p-d", "img1"): "EmptiesKV",
+    cell("EPD-TOK-003", "e-p-d", "img2"): "DamagesKV",
+}
+
+
+def with_defects(out: Path, topology: str, defects: dict[str, str]) -> Report:
+    """Run cells with a defect each; none may show in a cell that has none."""
+    plant = ["--defects", json.dumps(defects), "--stack", str(out / "stacks" / topology)]
+    result = run(out, topology, list(defects), subject="planted.subjects:Defective", plant=plant)
+    for name in (name for name, defect in defects.items() if not defect):
+        assert verdict(result, name) == ("pass", "")
+    return result
+
+
+@pytest.fixture(scope="module")
+def e_pd(tmp_path_factory: pytest.TempPathFactory) -> Report:
+    return with_defects(tmp_path_factory.mktemp("defects") / "o", "e-pd", E_PD)
+
+
+@pytest.fixture(scope="module")
+def e_p_d(tmp_path_factory: pytest.TempPathFactory) -> Report:
+    return with_defects(tmp_path_factory.mktemp("defects") / "o", "e-p-d", E_P_D)
+
+
+def of(defects: dict[str, str], name: str) -> list[str]:
+    """The cells that have a defect."""
+    return [each for each, defect in defects.items() if defect == name]
+
+
+def test_connector_off_is_inconclusive(e_pd: Report) -> None:
+    name, warm, *faults = of(E_PD, "Off")
+    assert verdict(e_pd, name) == ("inconclusive", "local-encode")
+    assert verdict(e_pd, warm) == ("inconclusive", "local-encode")
+    assert tokens_equal(e_pd, name)
+    assert e_pd["cells"][name]["evidence"]["localEncodes"] == 1
     for fault in faults:
-        assert verdict(result, fault) == ("inconclusive", "twin: local-encode"), "it survives by encoding everything"
-    assert [fault["metByVictim"] for fault in result["report"]["faults"]] == [0, 0]
-    assert result["exit"] == 3
+        assert verdict(e_pd, fault) == ("inconclusive", "twin: local-encode"), "it survives by encoding everything"
+    assert [fault["metByVictim"] for fault in e_pd["report"]["faults"]] == [0, 0]
 
 
-def test_proxy_that_skips_the_primer_is_inconclusive(tmp_path: Path) -> None:
-    name = cell("EPD-TOK-002", "e-pd", "img1")
-    primed = cell("EPD-PROXY-002", "e-pd", "img3")
-    result = run(tmp_path / "o", "e-pd", [name, primed], plant=["--stages", "SkipsPrimer"])
-    assert verdict(result, name) == ("inconclusive", "local-encode")
-    assert tokens_equal(tmp_path / "o", result["cells"][name])
-    assert verdict(result, primed) == ("fail", "not-primed-once")
-    assert result["report"]["proxyOutcome"] == "nonconformant"
-    assert result["report"]["outcome"] == "incomplete"
+def test_proxy_that_skips_the_primer_is_inconclusive(e_pd: Report) -> None:
+    name, primed = of(E_PD, "SkipsPrimer")
+    assert verdict(e_pd, name) == ("inconclusive", "local-encode")
+    assert tokens_equal(e_pd, name)
+    assert verdict(e_pd, primed) == ("fail", "not-primed-once")
+    assert e_pd["report"]["proxyOutcome"] == "nonconformant"
 
 
-def test_emptied_kv_store_is_inconclusive(tmp_path: Path) -> None:
-    name = cell("EPD-TOK-002", "e-p-d", "img1")
-    kv = cell("EPD-KV-001", "e-p-d", "img1")
-    store = tmp_path / "o" / "stacks" / "e-p-d" / "kv"
-    result = run(tmp_path / "o", "e-p-d", [name, kv], plant=["--stages", "EmptiesKV", "--kv-store", str(store)])
-    assert verdict(result, name) == ("inconclusive", "kv-recompute")
-    assert tokens_equal(tmp_path / "o", result["cells"][name])
-    assert result["cells"][name]["evidence"]["kvTokens"] == 0
-    assert result["cells"][name]["evidence"]["kvTokensExpected"] > 0
-    assert verdict(result, kv) == ("fail", "kv-recompute")
+def test_emptied_kv_store_is_inconclusive(e_p_d: Report) -> None:
+    name, kv = of(E_P_D, "EmptiesKV")
+    assert verdict(e_p_d, name) == ("inconclusive", "kv-recompute")
+    assert tokens_equal(e_p_d, name)
+    assert e_p_d["cells"][name]["evidence"]["kvTokens"] == 0
+    assert e_p_d["cells"][name]["evidence"]["kvTokensExpected"] > 0
+    assert verdict(e_p_d, kv) == ("fail", "kv-recompute")
 
 
-def test_damaged_kv_fails(tmp_path: Path) -> None:
-    name = cell("EPD-TOK-002", "e-p-d", "img1")
-    store = tmp_path / "o" / "stacks" / "e-p-d" / "kv"
-    result = run(tmp_path / "o", "e-p-d", [name], plant=["--stages", "DamagesKV", "--kv-store", str(store)])
-    assert verdict(result, name) == ("fail", "tokens-differ")
-    assert not tokens_equal(tmp_path / "o", result["cells"][name])
-    record = result["cells"][name]
+def test_damaged_kv_fails(e_p_d: Report) -> None:
+    (name,) = of(E_P_D, "DamagesKV")
+    assert verdict(e_p_d, name) == ("fail", "tokens-differ")
+    assert not tokens_equal(e_p_d, name)
+    record = e_p_d["cells"][name]
     assert record["rung"] == "tokens"
     assert "first divergence" in record["message"]
     # The embeddings came over rightly, so the connector is not blamed.
@@ -105,42 +149,37 @@ def test_damaged_kv_fails(tmp_path: Path) -> None:
     assert record["blame"] == "engine"
 
 
-def test_proxy_that_swaps_images_fails(tmp_path: Path) -> None:
-    name = cell("EPD-TOK-003", "e-pd", "img2")
-    result = run(tmp_path / "o", "e-pd", [name], plant=["--stages", "SwapsImages"])
-    assert verdict(result, name) == ("fail", "tokens-differ")
-    assert result["cells"][name]["blame"] == "proxy"
-    assert result["report"]["proxyOutcome"] == "nonconformant"
+def test_proxy_that_swaps_images_fails(e_pd: Report) -> None:
+    (name,) = of(E_PD, "SwapsImages")
+    assert verdict(e_pd, name) == ("fail", "tokens-differ")
+    assert e_pd["cells"][name]["blame"] == "proxy"
 
 
-def test_another_items_rows_fail_on_the_digest_rung(tmp_path: Path) -> None:
-    name = cell("EPD-TOK-003", "e-pd", "img2")
-    moved = cell("EPD-XFER-001", "e-pd", "img3")
-    result = run(tmp_path / "o", "e-pd", [name, moved], subject="planted.subjects:OtherRows")
-    for each in (name, moved):
-        assert verdict(result, each) == ("fail", "digest-differs")
-        assert result["cells"][each]["rung"] == "digest"
-    assert result["report"]["outcome"] == "nonconformant"
-    assert result["exit"] == 1
+def test_another_items_rows_fail_on_the_digest_rung(e_pd: Report) -> None:
+    for name in of(E_PD, "OtherRows"):
+        assert verdict(e_pd, name) == ("fail", "digest-differs")
+        assert e_pd["cells"][name]["rung"] == "digest"
+    assert e_pd["report"]["outcome"] == "nonconformant"
+    assert e_pd["exit"] == 1
 
 
-def test_rounded_rows_fail_on_the_digest_rung(tmp_path: Path) -> None:
-    name = cell("EPD-TOK-002", "e-pd", "img1")
-    result = run(tmp_path / "o", "e-pd", [name], subject="planted.subjects:Casting")
-    assert verdict(result, name) == ("fail", "digest-differs")
+def test_rounded_rows_fail_on_the_digest_rung(e_pd: Report) -> None:
+    (name,) = of(E_PD, "Casting")
+    assert verdict(e_pd, name) == ("fail", "digest-differs")
 
 
-def test_the_same_prompt_twice_is_a_prefix_hit(tmp_path: Path) -> None:
-    name = cell("EPD-TOK-002", "e-pd", "img1")
-    result = run(tmp_path / "o", "e-pd", [name], plant=["--no-salt"])
-    assert verdict(result, name) == ("inconclusive", "prefix-hit")
-    assert tokens_equal(tmp_path / "o", result["cells"][name])
+def test_the_same_prompt_twice_is_a_prefix_hit(e_pd: Report) -> None:
+    (name,) = of(E_PD, "Unsalted")
+    assert verdict(e_pd, name) == ("inconclusive", "prefix-hit")
+    assert tokens_equal(e_pd, name)
 
 
-def test_an_invented_item_fails(tmp_path: Path) -> None:
-    name = cell("EPD-XFER-003", "e-pd", "miss")
-    result = run(tmp_path / "o", "e-pd", [name], subject="planted.subjects:Inventing")
-    assert verdict(result, name) == ("fail", "invented")
+def test_an_invented_item_fails(e_pd: Report) -> None:
+    (name,) = of(E_PD, "Inventing")
+    assert verdict(e_pd, name) == ("fail", "invented")
+
+
+# -- a boot of its own ---------------------------------------------------------------------------------------------------
 
 
 def test_a_server_that_dies_fails_names_itself_and_condemns_nobody_else(tmp_path: Path) -> None:

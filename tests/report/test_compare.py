@@ -87,6 +87,8 @@ class TestPairs:
     def test_less_is_a_regression_and_more_is_none(self, old: Verdict | None, new: Verdict | None) -> None:
         if (old, new) == (None, None):
             return
+        if new is None or STATES[new] is State.NOT_SHOWN:
+            assert not classify(old, new, asked=False).regression, "nobody asked"
         order = [State.HOLDS, State.NOT_SHOWN, State.FAILS]
         if new is None:
             assert classify(old, new).regression
@@ -238,6 +240,50 @@ class TestCompare:
         assert found.cells[0].words() == "fail → fail (tokens-differ, was digest-differs)"
 
 
+class TestNotAsked:
+    """What the new run was told to leave out is not shown less; what it lost is."""
+
+    LEFT = NEWER | {"EPD-TOK-003 img2": ("could-not-run", "did not run")}
+
+    def test_a_selection(self) -> None:
+        found = compare(report(OLD), report(self.LEFT))
+        assert changes(found)["EPD-TOK-003 img2"] is Change.NOT_ASKED
+        assert found.regressions == 1, "the failure is one all the same"
+
+    def test_a_run_that_was_cut_short_was_asked(self) -> None:
+        found = compare(report(OLD), report(self.LEFT, interrupted=True))
+        assert changes(found)["EPD-TOK-003 img2"] is Change.NEWLY_SKIPPED
+
+    def test_a_smaller_profile(self) -> None:
+        whole = report(OLD)
+        (item, *others) = whole.requirements
+        elsewhere = tuple(cell.model_copy(update={"topology": "e-p-d", "id": f"{cell.id}-"}) for cell in item.cells)
+        both = item.model_copy(update={"cells": item.cells + elsewhere})
+        larger = whole.model_copy(update={"requirements": (both, *others)})
+        (gone,) = elsewhere
+
+        def change(new: Report) -> Change:
+            return next(cell.change for cell in compare(larger, new).cells if cell.id == gone.id)
+
+        assert change(report(OLD, profile="e-pd", id="r2")) is Change.DISAPPEARED, "the same profile, and no cell of it"
+        larger = larger.model_copy(update={"run": larger.run.model_copy(update={"profile": "all"})})
+        assert change(report(OLD)) is Change.NOT_ASKED
+        assert change(report(OLD, profile="all")) is Change.DISAPPEARED
+
+    def test_a_lower_level(self) -> None:
+        core = {name: what for name, what in NEWER.items() if "TOK-003" not in name}
+        gap = NotVerifiedRecord(
+            kind="feature", requirement="EPD-TOK-003", detail="e-pd: the subject does not declare it"
+        )
+        found = compare(report(OLD), report(core, level="core"))
+        assert changes(found)["EPD-TOK-003 img2"] is Change.NOT_ASKED
+        for old, new in (("full", "full"), ("core", "core")):
+            found = compare(report(OLD, level=old), report(core, level=new))
+            assert changes(found)["EPD-TOK-003 img2"] is Change.DISAPPEARED
+        found = compare(report(OLD), report(core, level="core", gaps=(gap,)))
+        assert changes(found)["EPD-TOK-003 img2"] is Change.DISAPPEARED, "the subject gave it up"
+
+
 class TestComparable:
     def test_environment_classes_are_never_mixed(self) -> None:
         with pytest.raises(UsageError, match="a run on cpu-v1 and one on cuda are not compared"):
@@ -305,7 +351,7 @@ class TestText:
             assert cell.id in shown, "an id is never cut"
 
     def test_long_lists_are_folded(self) -> None:
-        lost = dict.fromkeys(MANY, ("could-not-run", "did not run")) | {"EPD-XFER-001 img1": "pass"}
+        lost = dict.fromkeys(MANY, ("error", "stack")) | {"EPD-XFER-001 img1": "pass"}
         found = compare(report(MANY), report(lost))
         shown = text(found)
         assert "EPD-ERR-001, 9 cells" in shown

@@ -66,6 +66,17 @@ def test_a_defect_of_the_harness_shows_its_traceback(fake_run: Call) -> None:
     assert "run_fakes.py" in message
 
 
+def test_a_page_that_cannot_be_made_costs_a_run_nothing(fake_run: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("no such template")
+
+    monkeypatch.setattr(runs.html, "write_page", broken)
+    ended = fake_run({"TOK-002": "fail"})
+    assert (ended.code, ended.verdicts[TOKEN].split()[0]) == (1, "fail")
+    assert "report.html could not be made (RuntimeError: no such template)" in ended.err
+    assert "page: " not in ended.out
+
+
 def test_a_capture_that_breaks_hides_no_failure(fake_run: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> list[str]:
         raise OSError(28, "No space left on device")

@@ -40,6 +40,8 @@ def test_the_same_results_as_the_command_line(fake_run: Call, tmp_path: Path) ->
     assert "fail: " in text
     assert "reference: nonconformant" in text
     assert f"report: {out / 'report.json'}" in text
+    assert f"page: {out / 'report.html'}" in text
+    assert "EPD-TOK-002" in (out / "report.html").read_text()
 
 
 def test_without_a_subject(tmp_path: Path) -> None:

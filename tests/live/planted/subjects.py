@@ -22,20 +22,12 @@ class _Planted(ReferenceSubject):
         }
 
 
-class Off(_Planted):
-    connector = "OffConnector"
+class Defective(_Planted):
+    connector = "DefectiveConnector"
 
 
 class OtherRows(_Planted):
     connector = "OtherRowsConnector"
-
-
-class Inventing(_Planted):
-    connector = "InventingConnector"
-
-
-class Casting(_Planted):
-    connector = "CastingConnector"
 
 
 class Raising(_Planted):
