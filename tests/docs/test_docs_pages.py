@@ -83,3 +83,40 @@ def test_every_quoted_text_stands_in_the_code() -> None:
 )
 def test_a_text_that_nobody_says_is_found(quoted: str) -> None:
     assert not stands_in(quoted, said())
+
+
+def test_every_page_is_reached_from_the_readme() -> None:
+    linked = set(re.findall(r"\]\((?:docs/)?([\w-]+\.md)[)#]", README.read_text(encoding="utf-8")))
+    pages = {page.name for page in (ROOT / "docs").glob("*.md")}
+    assert pages - linked == set()
+
+
+def anchors(page: Path) -> set[str]:
+    """What the headings of a page are called in a link, as GitHub calls them."""
+    titles = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def broken_links(page: Path, text: str) -> list[str]:
+    """The links of a page to files that are not there, or to headings that their page does not have."""
+    broken = []
+    for link in re.findall(r"\]\(([^()\s]+)\)", re.sub(r"```.*?```|`[^`\n]*`", "", text, flags=re.DOTALL)):
+        if "://" in link:
+            continue
+        name, _, anchor = link.partition("#")
+        target = page.parent / name if name else page
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            broken.append(f"{page.name}: {link}")
+    return broken
+
+
+def test_every_link_leads_somewhere() -> None:
+    pages = [*(ROOT / "docs").glob("*.md"), *ROOT.glob("*.md")]
+    assert [link for page in pages for link in broken_links(page, page.read_text(encoding="utf-8"))] == []
+
+
+def test_a_link_to_nowhere_is_found() -> None:
+    text = (
+        "[a](docs/cli.md#run) [b](docs/cli.md#nothing) [c](docs/gone.md) `[d](docs/code.md)` [e](https://example.com)"
+    )
+    assert broken_links(README, text) == ["README.md: docs/cli.md#nothing", "README.md: docs/gone.md"]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -63,6 +64,13 @@ def files_of(wheel: Path) -> set[str]:
         return {name for name in archive.namelist() if ".dist-info/" not in name}
 
 
+def own_files(folder: str) -> set[str]:
+    """Every file of a folder of the checkout, relative to it, but for what Python and tools leave there."""
+    files = [path.relative_to(CHECKOUT) for path in (CHECKOUT / folder).rglob("*") if path.is_file()]
+    left = re.compile(r"\.|__pycache__$|build$|dist$|.*\.egg-info$")
+    return {path.as_posix() for path in files if not any(left.match(part) for part in path.parts)}
+
+
 @dataclass(frozen=True)
 class Built:
     """The wheels and the source archive of the checkout as it was, and the suite digest that it had then."""
@@ -87,17 +95,30 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
 
 def test_the_wheel_holds_everything_that_a_run_needs(built: Built) -> None:
     found = files_of(built.wheel)
-    package = CHECKOUT / "epd_conformance"
-    data = ("*.toml", "*.json", "*.py", "py.typed")
-    wanted = {path.relative_to(CHECKOUT).as_posix() for pattern in data for path in package.rglob(pattern)}
-    suites = (CHECKOUT / "suites").rglob("*.py")
-    wanted |= {f"epd_conformance/{path.relative_to(CHECKOUT).as_posix()}" for path in suites}
-    wanted |= {"epd_conformance/suites/pytest.ini", "epd_conformance/fixtures/README.md"}
+    # Whatever lies there, templates of pages too: a kind of file that is new must not be left out.
+    wanted = own_files("epd_conformance")
+    wanted |= {f"epd_conformance/{name}" for folder in ("suites", "fixtures") for name in own_files(folder)}
     assert wanted - found == set()
     assert "epd_conformance/py.typed" in found and "epd_conformance/report/report-v1.schema.json" in found
     # A top-level `suites` or `tests` would clash with other projects' in site-packages.
     assert {name.split("/")[0] for name in found} == {"epd_conformance"}
     assert not [name for name in found if name.endswith(".pyc")]
+
+
+def test_both_archives_hold_licence_and_words_for_readers(built: Built) -> None:
+    licence = (CHECKOUT / "LICENSE").read_bytes()
+    with zipfile.ZipFile(built.wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/licenses/LICENSE"))
+        assert archive.read(name) == licence
+        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        metadata = archive.read(name).decode()
+    assert "License-Expression: Apache-2.0\n" in metadata and "Classifier: Typing :: Typed\n" in metadata
+    assert (CHECKOUT / "README.md").read_text(encoding="utf-8") in metadata
+    with tarfile.open(built.sdist) as archive:
+        found = {name.partition("/")[2] for name in archive.getnames()}
+    wanted = {"README.md", "LICENSE", "CHANGELOG.md", "CONTRIBUTING.md", "pyproject.toml", "hatch_build.py"}
+    wanted |= {name for folder in ("docs", "examples", "scripts", "suites", "tests") for name in own_files(folder)}
+    assert wanted - found == set()
 
 
 def test_the_wheel_says_which_suite_it_was_built_with(built: Built) -> None:
