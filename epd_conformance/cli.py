@@ -518,17 +518,23 @@ def render_html(
     directory: Annotated[Path, typer.Argument(help="the folder of a run (its --out)")],
     out: Annotated[Path | None, typer.Option(help="the file to write (default: report.html in that folder)")] = None,
     history: Annotated[
-        list[Path] | None, typer.Option(help="the folder of another run, for the trend (may be repeated)")
+        list[Path] | None,
+        typer.Option(help="the folder of another run, or a history file of nightly, for the trend (may be repeated)"),
     ] = None,
     serve: Annotated[
         bool, typer.Option("--serve", help="then show it in a browser, at an address of this machine, until Ctrl-C")
     ] = False,
 ) -> None:
     """Make one HTML file of a run: outcome, matrices, every cell with its evidence; it needs no network."""
+    from epd_conformance.history.trend import of_series
     from epd_conformance.report import html
     from epd_conformance.report.writer import PAGE_NAME
 
-    page = html.read_page(directory, history or ())
+    databases = [path for path in history or () if path.is_file() and path.suffix != ".json"]
+    folders = [path for path in history or () if path not in databases]
+    page = html.read_page(
+        directory, folders, lambda report: [point for path in databases for point in of_series(path, report)]
+    )
     out = out or (directory if directory.is_dir() else directory.parent) / PAGE_NAME
     text = html.render(page)
     try:

@@ -25,7 +25,9 @@ from epd_conformance.history import summary
 from epd_conformance.history.database import History
 from epd_conformance.history.night import Base, Hunted, Night, ProfileNight
 from epd_conformance.history.records import Series
+from epd_conformance.history.trend import of_series
 from epd_conformance.report import merge
+from epd_conformance.report.html import write_page
 from epd_conformance.report.schema import Report
 from epd_conformance.report.writer import REPORT_NAME, RESULTS_NAME, read_report
 from epd_conformance.run import Options, fresh_folder
@@ -241,6 +243,11 @@ def _judge(asked: Asked, profile: str, releases: Sequence[Base], said: str, seco
     except UsageError as error:
         return replace(night, notes=(f"not stored: {error}",))
     notes = (added.note,) if added.note else ()
+    try:
+        # Made anew, since the one that the run wrote knows of no other night.
+        write_page(folder, report, of_series(asked.history, report))
+    except Exception as error:  # a page decides nothing
+        notes = (*notes, f"its page is without the trend ({type(error).__name__}: {error})")
     return replace(night, stored=added.stored, green=added.green, pasts=added.pasts, notes=notes)
 
 

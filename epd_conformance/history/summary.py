@@ -39,7 +39,7 @@ def markdown(night: Night) -> str:
     lines += _standing(night)
     lines += _hunt(night)
     lines += _release(night)
-    lines += ["", f"Reports: `{night.out}/<profile>/report.json`, every cell: `{night.out}/summary.json`"]
+    lines += ["", f"Pages: `{night.out}/<profile>/report.html`, every cell: `{night.out}/summary.json`"]
     return "\n".join(lines) + "\n"
 
 

@@ -284,6 +284,10 @@ class Purge:
         self._problem = ""
         # The order only has to be another one each time; what is found is judged by what happened.
         self._random = random.Random(0)
+        # What other cells have left goes first: a round over hundreds of objects would not come back to those of this cell.
+        keys = probe.keys()
+        for key in keys:
+            probe.delete(key)
         self._thread = threading.Thread(target=self._run, name="purge", daemon=True)
         self._thread.start()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sqlite3
 import subprocess
 import sys
@@ -150,6 +151,21 @@ def test_inputs(tmp_path: Path) -> None:
     assert inputs(first) == inputs(night(tmp_path / "b", 9, with_("fail"))), "neither the day nor the verdicts"
     assert inputs(first) != inputs(night(tmp_path / "c", 0, GOOD, vllm="0.33.0"))
     assert inputs(first) != inputs(first, "another build")
+
+
+def test_a_page_takes_its_trend_from_the_file(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for day, verdict in ((0, "pass"), (1, "fail")):
+        add(file, tmp_path, day, with_(verdict))
+    page = tmp_path / "page.html"
+    words = ["render", str(tmp_path / "1"), "--out", str(page), "--history", str(file)]
+    monkeypatch.setattr("sys.argv", ["epd-conformance", *words])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 0, capsys.readouterr().err
+    (trend,) = re.findall(r'<section id="trend".*?</section>', page.read_text(encoding="utf-8"), re.DOTALL)
+    assert re.findall(r"2026-03-\d\d", trend) == ["2026-03-02", "2026-03-01"], "this run, and the one before"
 
 
 def test_a_trend_is_plain(file: Path, tmp_path: Path) -> None:

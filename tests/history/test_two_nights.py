@@ -90,6 +90,8 @@ def test_a_regression_planted_between_two_nights_is_all_that_is_found(
     assert "**Regressions since the last green night: 1**" in shown
     (profile,) = json.loads((tmp_path / "second" / "summary.json").read_text(encoding="utf-8"))["profiles"]
     assert profile["sinceGreen"]["counts"] == {"new-fail": 1, "unchanged": profile["run"]["counts"]["pass"]}
+    page = (tmp_path / "second" / "contract" / "report.html").read_text(encoding="utf-8")
+    assert "Trend over 2 runs" in page and CELL in page and "another item" in page
     with History(history) as stored:
         first, second = stored.runs()
     assert (first.green, second.green) == (True, False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +20,17 @@ LARGEST, LOG_END = 20_000_000, 200_000
 _COLOUR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 
 
-def read_page(run: Path, history: Sequence[Path] = ()) -> Page:
+def read_page(
+    run: Path, history: Sequence[Path] = (), stored: Callable[[Report], Iterable[TrendPoint]] = lambda report: ()
+) -> Page:
     """The page of a run's folder. `history`: folders or `report.json` of other runs, for the trend; their order does not matter.
+    `stored` gives what a history has of the runs of such a report.
 
     A report without its evidence has a page as well, which shows less. Raises UsageError for a folder that holds no report.
     """
     report = read_report(run)
     points = [trend_point(read_report(older), older.name) for older in history]
-    return page_of(run if run.is_dir() else run.parent, report, points)
+    return page_of(run if run.is_dir() else run.parent, report, [*points, *stored(report)])
 
 
 def page_of(folder: Path, report: Report, history: Iterable[TrendPoint] = ()) -> Page:

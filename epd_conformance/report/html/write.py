@@ -15,7 +15,7 @@ from markupsafe import Markup
 
 import epd_conformance
 from epd_conformance.report.html.folder import page_of
-from epd_conformance.report.html.page import Page, when
+from epd_conformance.report.html.page import Page, TrendPoint, when
 from epd_conformance.report.html.timeline import draw
 from epd_conformance.report.schema import Report
 from epd_conformance.report.writer import PAGE_NAME
@@ -71,10 +71,10 @@ def render(page: Page, limit: int = LIMIT) -> str:
     return text
 
 
-def write_page(folder: Path, report: Report) -> Path:
-    """Write the page of a run into its folder, beside `report.json`; returns its path."""
+def write_page(folder: Path, report: Report, history: Iterable[TrendPoint] = ()) -> Path:
+    """Write the page of a run into its folder, beside `report.json`; returns its path. `history`: other runs, for the trend."""
     path = folder / PAGE_NAME
-    save(path, render(page_of(folder, report)))
+    save(path, render(page_of(folder, report, history)))
     return path
 
 
