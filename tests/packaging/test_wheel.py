@@ -88,7 +88,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
 def test_the_wheel_holds_everything_that_a_run_needs(built: Built) -> None:
     found = files_of(built.wheel)
     package = CHECKOUT / "epd_conformance"
-    data = ("*.toml", "*.json", "*.py", "py.typed")
+    data = ("*.toml", "*.json", "*.py", "py.typed", "*.j2", "*.css", "*.js")
     wanted = {path.relative_to(CHECKOUT).as_posix() for pattern in data for path in package.rglob(pattern)}
     suites = (CHECKOUT / "suites").rglob("*.py")
     wanted |= {f"epd_conformance/{path.relative_to(CHECKOUT).as_posix()}" for path in suites}
