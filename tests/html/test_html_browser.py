@@ -53,6 +53,9 @@ for (const element of document.querySelectorAll('main *, header *')) {
   if (!box.width || box.right <= width + 1 || !element.checkVisibility() || element.closest('.wide')) continue;
   found.push([element.outerHTML.slice(0, 80), box.right]);
 }
+for (const name of document.querySelectorAll('tbody th[scope=row]')) {
+  if (name.checkVisibility() && name.clientWidth < 40) found.push([`broken into letters: ${name.textContent}`, name.clientWidth]);
+}
 return found;
 """
 
@@ -180,10 +183,11 @@ def test_the_check_sees_what_cannot_be_read(opened: Open) -> None:
     browser = opened(NARROW)
     browser.execute_script(
         "document.querySelector('.meaning').style.color = '#ccc'; document.querySelector('.headline').style.fontSize = '9px';"
-        "document.querySelector('#glance').style.width = '600px'"
+        "document.querySelector('#glance').style.width = '600px';"
+        "const name = document.querySelector('.faults tbody th').style; name.display = 'block'; name.width = '20px'"
     )
     told = " ".join(str(what) for what, _ in trouble(browser))
-    assert "contrast" in told and "9 px" in told and "sideways" in told
+    assert "contrast" in told and "9 px" in told and "sideways" in told and "letters" in told
 
 
 def test_a_square_leads_to_the_place_where_the_tokens_part(opened: Open) -> None:
