@@ -246,8 +246,9 @@ def test_hostile_keys_are_published_inside_the_root(tmp_path: Path, key: str) ->
 def test_published_objects_are_readable_by_others(tmp_path: Path, fsync: bool) -> None:
     before = os.umask(0o022)
     try:
-        path = of.publish(tmp_path, "k", object_of(tensor_of()), fsync=fsync)
-        assert stat.S_IMODE(path.stat().st_mode) == 0o644
+        for _ in range(2):  # the first one makes the folder
+            path = of.publish(tmp_path, "k", object_of(tensor_of()), fsync=fsync)
+            assert stat.S_IMODE(path.stat().st_mode) == 0o644
         os.umask(0o027)
         path = of.publish(tmp_path, "k2", object_of(tensor_of()), fsync=fsync)
         assert stat.S_IMODE(path.stat().st_mode) == 0o640
@@ -392,12 +393,14 @@ def test_an_object_says_when_it_was_made() -> None:
 
 def test_the_reasons_are_words_that_counters_show() -> None:
     words = "missing unreadable truncated malformed version checksum key model rows width dtype shape"
-    assert [str(reason) for reason in Reason] == words.split()
+    assert [str(ObjectError(reason, "text").reason) for reason in Reason] == words.split()
 
 
 @pytest.mark.parametrize("count", ["", "+2", "-2", "2.0", " 2", "²", "٢", "1" * 19, "9" * 5000], ids=ascii)
 def test_what_is_no_count_is_malformed(count: str) -> None:
-    assert reason_of(lambda: of.decode(written(tensor_of(), rows=count))) is Reason.MALFORMED
+    with pytest.raises(ObjectError, match="not a count") as caught:
+        of.decode(written(tensor_of(), rows=count))
+    assert caught.value.reason is Reason.MALFORMED
 
 
 @pytest.mark.parametrize("beyond", ["9" * 18, "1" + "0" * 17])
