@@ -52,7 +52,7 @@ class StoreStats(ECConnectorStats):  # type: ignore[misc]
     """vLLM's container: ``data`` maps a counter's name, with ``:reason`` where it has one, to a number."""
 
     def reset(self) -> None:
-        self.data = {}
+        self.data: dict[str, Any] = {}
 
     def aggregate(self, other: ECConnectorStats) -> StoreStats:
         return StoreStats(dict(Counter(self.data) + Counter(other.data)))
