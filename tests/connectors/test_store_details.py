@@ -276,6 +276,16 @@ def test_a_tensor_is_put_where_the_runner_has_its_own(deployment: Deployment, mo
 # ---- limits ----
 
 
+def test_what_counts_towards_the_limit_is_the_whole_object(
+    deployment: Deployment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of small outputs the header is most: without it the last ones before a pause would wake nobody."""
+    sizes: list[int] = []
+    monkeypatch.setattr(reclaim.Reclaimer, "saved", lambda self, size: sizes.append(size))
+    deployment.server("ec_producer", max_bytes=1 << 30).encode("k", output())
+    assert sizes == [deployment.path("k").stat().st_size]
+
+
 def test_a_reclamation_that_fails_is_told_once(
     deployment: Deployment, lines: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
