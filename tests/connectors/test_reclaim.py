@@ -44,6 +44,7 @@ def test_listing_knows_objects_from_everything_else(root: Path) -> None:
     (root / "notes.txt").write_text("x")
     (root / "ab").mkdir(exist_ok=True)
     (root / "ab" / "stray").write_text("x")
+    (root / "ff").write_text("a file where a folder would be")
     assert keys(root) == {"a", "b"}
 
 
@@ -183,13 +184,16 @@ def test_the_reclaimer_wakes_when_enough_was_saved(root: Path, monkeypatch: pyte
     reclaimer.stop()
 
 
-def test_what_lies_in_quarantine_says_what_when_and_why(root: Path) -> None:
+def test_what_lies_in_quarantine_says_what_when_and_why(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    utc = time.struct_time((2026, 1, 2, 3, 4, 5, 4, 2, 0))
     paths = [put(root, key, used=10 - number) for number, key in enumerate("ab")]
-    moved = [quarantine(root, path, Reason.CHECKSUM, None) for path in paths]
+    with monkeypatch.context() as patched:
+        patched.setattr(reclaim, "time", SimpleNamespace(strftime=time.strftime, gmtime=lambda: utc))
+        moved = [quarantine(root, path, Reason.CHECKSUM, None) for path in paths]
     for path, there in zip(paths, moved, strict=True):
         assert there is not None
         assert there.parent == root / "quarantine"
-        assert re.fullmatch(rf"{path.stem}\.checksum\.\d{{8}}T\d{{6}}Z\.[0-9a-f]{{8}}", there.name)
+        assert re.fullmatch(rf"{path.stem}\.checksum\.20260102T030405Z\.[0-9a-f]{{8}}", there.name)
     assert sweep(root, max_bytes=int(1.5 * moved[1].stat().st_size)).objects == 1  # type: ignore[union-attr]
     assert [path.exists() for path in moved if path is not None] == [False, True], "the older one first"
 
@@ -290,7 +294,9 @@ def test_a_reclaimer_looks_without_being_woken_and_never_keeps_its_process(
     monkeypatch.setattr(reclaim, "SCAN_EVERY_S", 0.0)
     monkeypatch.setattr(reclaim, "SCAN_AT_LEAST_S", 0.001)
     reports: list[Swept] = []
-    reclaimer = Reclaimer(root, None, 1e9, reports.append, lambda error: None)
+    put(root, "old", used=100)
+    put(root, "new")
+    reclaimer = Reclaimer(root, None, 50, reports.append, lambda error: None)
     reclaimer.saved(1)
     assert reclaimer._thread is not None
     assert reclaimer._thread.daemon
@@ -301,6 +307,7 @@ def test_a_reclaimer_looks_without_being_woken_and_never_keeps_its_process(
     reclaimer.stop()
     reclaimer._thread.join(10)
     assert not reclaimer._thread.is_alive()
+    assert keys(root) == {"new"}
 
 
 def test_without_a_thread_a_reclaimer_says_so(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
