@@ -167,6 +167,16 @@ def test_a_store_that_may_not_be_waited_for_is_still_used(deployment: Deployment
     assert deployment.path("k").is_file()
 
 
+def test_of_an_evicted_item_a_producer_checks_nothing(deployment: Deployment, monkeypatch: pytest.MonkeyPatch) -> None:
+    producer = deployment.server("ec_producer")
+    assert producer.schedule(request("first")) == {"k": False}
+    producer.step(encode={"k": output()})
+    producer.step(free=("k",))
+    calls = lookups(monkeypatch)
+    assert producer.schedule(request("second")) == {"k": False}
+    assert calls == [], "it is encoded and saved"
+
+
 # ---- decisions ----
 
 
