@@ -378,7 +378,7 @@ def publish(root: Path, key: str, data: bytes | Sequence[bytes | memoryview], *,
     path = root / object_name(key)
     # The name holds nothing of the key and is unlike any object's name, so a sweep can tell it from one.
     temporary = path.parent / f".{os.getpid()}-{secrets.token_hex(8)}.tmp"
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
     try:
         descriptor = os.open(temporary, flags, 0o644)
     except FileNotFoundError:
@@ -405,7 +405,7 @@ def publish(root: Path, key: str, data: bytes | Sequence[bytes | memoryview], *,
             temporary.unlink()
         raise
     if fsync:
-        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        folder = os.open(path.parent, os.O_RDONLY)
         try:
             os.fsync(folder)
         finally:
@@ -427,7 +427,7 @@ def open_object(path: Path) -> Iterator[tuple[int, os.stat_result]]:
     """
     try:
         # O_NONBLOCK: opening a FIFO for reading would otherwise wait for a writer for ever.
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     except (FileNotFoundError, NotADirectoryError):
         raise ObjectError(Reason.MISSING, f"there is no {path}") from None
     except OSError as error:

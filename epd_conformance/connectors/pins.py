@@ -172,7 +172,7 @@ def read_place(place: Place, view: memoryview) -> None:
     Raises:
         OSError: the file is gone, is not the one that was meant, or ends too early.
     """
-    descriptor = os.open(place.path, os.O_RDONLY | os.O_CLOEXEC)
+    descriptor = os.open(place.path, os.O_RDONLY)
     try:
         if os.fstat(descriptor).st_ino != place.inode:
             raise OSError(f"{place.path} is not the scheduler's memory file any more")

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import math
 import os
 import re
 import secrets
@@ -187,12 +188,12 @@ def sweep(root: Path, *, max_bytes: int | None = None, max_age_s: float | None =
     kept = sorted(objects(root), key=lambda stored: stored.used)
     kept = sorted(quarantined(root), key=lambda stored: stored.used) + kept
     size = sum(stored.bytes for stored in kept)
-    target = 0.0 if max_bytes is None else max_bytes * LOW_WATER if size > max_bytes else float(max_bytes)
+    target = max_bytes * LOW_WATER if max_bytes is not None and size > max_bytes else math.inf
     gone = count = 0
     left = 0
     for stored in kept:
         old = max_age_s is not None and now - stored.used > max_age_s
-        over = max_bytes is not None and size - gone > target
+        over = size - gone > target
         if (old or over) and (dry_run or _delete(stored)):
             gone += stored.bytes
             count += 1
@@ -231,7 +232,7 @@ def sole(root: Path) -> Iterator[bool]:
     Raises:
         OSError: the root cannot be written.
     """
-    descriptor = os.open(root / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    descriptor = os.open(root / _LOCK, os.O_RDWR | os.O_CREAT, 0o666)
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -341,7 +342,7 @@ def _list(folder: Path, wanted: Callable[[str], bool]) -> Iterator[Stored]:
 def _clock(root: Path) -> float:
     """The present time of the store's file system, or of this host if nothing may be written there."""
     try:
-        descriptor = os.open(root / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        descriptor = os.open(root / _LOCK, os.O_RDWR | os.O_CREAT, 0o666)
     except OSError:
         return time.time()
     try:

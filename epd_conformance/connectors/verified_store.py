@@ -930,8 +930,9 @@ class VerifiedStoreConnector(ECConnectorBase):  # type: ignore[misc]
             with gpu_sync_allowed():
                 tensor = encoder_cache[key].detach().cpu().contiguous()
             header = Header.of(tensor, key=key, model_fingerprint=fingerprint, creator=self._creator)
+            parts = encode_parts(tensor, header)
             lost: Exception | None = RuntimeError("the call was lost")
-            task = self._threads.submit(partial(self._publish_parts, key, encode_parts(tensor, header)), lost)
+            task = self._threads.submit(partial(self._publish_parts, key, parts), lost)
             if not task.wait(SAVE_WAIT_S):
                 raise TimeoutError(f"the store has not answered within {SAVE_WAIT_S:g} s")
             if task.result is not None:
@@ -945,7 +946,7 @@ class VerifiedStoreConnector(ECConnectorBase):  # type: ignore[misc]
         self._tally.add("saves")
         self._tally.add("saved_bytes", tensor.nbytes)
         if self._reclaimer is not None:
-            self._reclaimer.saved(tensor.nbytes)
+            self._reclaimer.saved(sum(map(len, parts)))
         logger.debug("verified store: published %s", show_key(key))
         return True
 

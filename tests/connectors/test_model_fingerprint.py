@@ -198,6 +198,9 @@ def test_samples_of_another_large_file(tmp_path: Path, monkeypatch: pytest.Monke
         assert fp.file_digest(path, full_bytes=1000) != before
     (tmp_path / "broken.safetensors").write_bytes(b"\xff" * 100_000)  # no readable header: chunks, no error
     assert fp.file_digest(tmp_path / "broken.safetensors", full_bytes=1000) != before
+    # By its name alone: the first bytes of others are no length, and might be taken for that of gigabytes.
+    named = [big_safetensors(tmp_path / name, {"t": bytes(20_000)}) for name in ("b.safetensors", "b.gguf")]
+    assert len({fp.file_digest(one, full_bytes=1000) for one in named}) == 2
 
 
 # ---- what two versions of this connector must agree on, or they share nothing ----

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
+import re
+import shutil
 import stat
 import struct
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -241,8 +246,9 @@ def test_hostile_keys_are_published_inside_the_root(tmp_path: Path, key: str) ->
 def test_published_objects_are_readable_by_others(tmp_path: Path, fsync: bool) -> None:
     before = os.umask(0o022)
     try:
-        path = of.publish(tmp_path, "k", object_of(tensor_of()), fsync=fsync)
-        assert stat.S_IMODE(path.stat().st_mode) == 0o644
+        for _ in range(2):  # the first one makes the folder
+            path = of.publish(tmp_path, "k", object_of(tensor_of()), fsync=fsync)
+            assert stat.S_IMODE(path.stat().st_mode) == 0o644
         os.umask(0o027)
         path = of.publish(tmp_path, "k2", object_of(tensor_of()), fsync=fsync)
         assert stat.S_IMODE(path.stat().st_mode) == 0o640
@@ -329,3 +335,170 @@ def test_identity_changes_when_published_again_or_written_in_place(tmp_path: Pat
     os.utime(path, ns=(1, 1))
     assert of.identity_of(path.stat()) != second
     keep.close()
+
+
+# ---- the format, as others write it ----
+
+STORED_AS = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+}
+
+
+def written(tensor: torch.Tensor, entry: object = None, **changed: str) -> bytes:
+    """An object, from the description of the format alone. `entry`: what the header says of the tensor; `changed`: metadata."""
+    rows, width = tensor.shape
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    metadata = {
+        "format": "epd-verified-store/1",
+        "key": "a/b:%C3%A4%20%2B",
+        "model_fingerprint": FINGERPRINT,
+        "dtype": dtype,
+        "rows": str(rows),
+        "width": str(width),
+        "checksum": f"xxh3_128:{xxhash.xxh3_128_hexdigest(raw(tensor))}",
+        "creator": "ü",
+        "created": "2026-01-01",
+        **changed,
+    }
+    listed = ",".join(f"[{json.dumps(name)},{json.dumps(value)}]" for name, value in sorted(metadata.items()))
+    metadata["header_checksum"] = f"xxh3_128:{xxhash.xxh3_128_hexdigest(f'[{listed}]'.encode('ascii'))}"
+    shape = [rows, width]
+    entry = entry or {"dtype": STORED_AS[dtype], "shape": shape, "data_offsets": [0, len(raw(tensor))]}
+    return headed(json.dumps({"__metadata__": metadata, "ec_cache": entry}, separators=(",", ":"))) + raw(tensor)
+
+
+def headed(text: str) -> bytes:
+    data = text.encode("ascii")
+    data += b" " * (-len(data) % 8)
+    return struct.pack("<Q", len(data)) + data
+
+
+@pytest.mark.parametrize("dtype", STORED_AS)
+def test_the_format_is_what_others_read_and_write(dtype: str) -> None:
+    assert set(of.DTYPES) == set(STORED_AS)
+    tensor = tensor_of(dtype=dtype)
+    assert object_of(tensor, key="a/b:ä +", creator="ü") == written(tensor)
+    assert same_bytes(of.decode(written(tensor))[1], tensor)
+
+
+def test_an_object_says_when_it_was_made() -> None:
+    header = Header.of(tensor_of(), key="k", model_fingerprint=FINGERPRINT, creator="test")
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}\+00:00", header.created)
+
+
+def test_the_reasons_are_words_that_counters_show() -> None:
+    words = "missing unreadable truncated malformed version checksum key model rows width dtype shape"
+    assert [str(ObjectError(reason, "text").reason) for reason in Reason] == words.split()
+
+
+@pytest.mark.parametrize("count", ["", "+2", "-2", "2.0", " 2", "²", "٢", "1" * 19, "9" * 5000], ids=ascii)
+def test_what_is_no_count_is_malformed(count: str) -> None:
+    with pytest.raises(ObjectError, match="not a count") as caught:
+        of.decode(written(tensor_of(), rows=count))
+    assert caught.value.reason is Reason.MALFORMED
+
+
+@pytest.mark.parametrize("beyond", ["9" * 18, "1" + "0" * 17])
+def test_a_count_that_no_file_holds_is_an_honest_one(beyond: str) -> None:
+    with pytest.raises(ObjectError, match="the tensor is"):
+        of.decode(written(tensor_of(), rows=beyond))
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (bytes(8), Reason.MALFORMED),
+        (headed("[]"), Reason.MALFORMED),
+        (headed('{"__metadata__":[],"ec_cache":{}}'), Reason.MALFORMED),
+        (headed('{"__metadata__":{"format":1},"ec_cache":{}}'), Reason.MALFORMED),
+        (written(tensor_of(), dtype="int8"), Reason.MALFORMED),
+        (written(tensor_of(), key="%FF"), Reason.MALFORMED),
+        (written(tensor_of(), more="x"), Reason.MALFORMED),
+        (written(tensor_of(), {"dtype": "F16", "shape": [2, 3], "data_offsets": [0, 12]}), Reason.MALFORMED),
+        (written(tensor_of()).replace(b"2026-01-01", b"2026-01-02"), Reason.CHECKSUM),
+    ],
+)
+def test_what_is_wrong_is_told(data: bytes, reason: Reason) -> None:
+    with pytest.raises(ObjectError) as caught:
+        of.decode(data)
+    assert caught.value.reason is reason
+    assert len(str(caught.value)) > 10
+
+
+def test_a_machine_of_the_other_byte_order_stores_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(of, "sys", SimpleNamespace(byteorder="big"))
+    assert reason_of(lambda: object_of(tensor_of())) is Reason.MALFORMED
+
+
+# ---- files ----
+
+
+def test_what_cannot_be_opened_or_read_is_unreadable(tmp_path: Path) -> None:
+    loop = tmp_path / "loop"
+    loop.symlink_to(loop)
+    path = of.publish(tmp_path, "k", object_of(tensor_of()))
+
+    def fail(path: Path) -> None:
+        with of.open_object(path):
+            raise OSError(5, "Input/output error")
+
+    for one in (loop, path):
+        assert reason_of(lambda one=one: fail(one)) is Reason.UNREADABLE
+    os.truncate(path, of.MAX_OBJECT_BYTES)
+    with of.open_object(path) as (_, status):
+        assert of.identity_of(status) == (status.st_ino, of.MAX_OBJECT_BYTES, status.st_mtime_ns)
+
+
+def test_short_reads_lose_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(bytes(range(100)))
+    real = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda fd, views, offset: real(fd, [views[0][:7]], offset))
+    with path.open("rb") as file:
+        for size, found in ((50, 50), (90, 80)):
+            buffer = bytearray(size)
+            assert of.fill(file.fileno(), memoryview(buffer), 20) == found
+            assert buffer[:found] == bytes(range(20, 20 + found))
+
+
+def test_writers_do_not_disturb_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.open
+    calls: list[object] = []
+
+    def late(path: Path, *args: object) -> int:
+        calls.append(path)
+        if len(calls) == 1:
+            path.parent.mkdir(parents=True)  # another writer has made it in this moment
+            raise FileNotFoundError(path)
+        return real(path, *args)  # type: ignore[arg-type]
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "open", late)
+        patched.setattr(os, "fsync", lambda descriptor: pytest.fail("flushed"))
+        of.publish(tmp_path, "k", object_of(tensor_of()))
+    monkeypatch.setattr(of.secrets, "token_hex", lambda size: "00")
+    taken = (tmp_path / of.object_name("k")).parent / f".{os.getpid()}-00.tmp"
+    taken.write_bytes(b"")
+    with pytest.raises(FileExistsError):
+        of.publish(tmp_path, "k", object_of(tensor_of()))
+    assert torch.equal(load(tmp_path, Expectation("k", FINGERPRINT))[1], tensor_of())
+
+
+def test_a_store_that_goes_while_it_is_written_is_told_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = tmp_path / "root"
+    root.mkdir()
+
+    def gone(descriptor: int, parts: list[memoryview]) -> int:
+        shutil.rmtree(root)
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, "writev", gone)
+    with pytest.raises(OSError, match="Input/output"):
+        of.publish(root, "k", object_of(tensor_of()))

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import re
+import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -40,6 +44,7 @@ def test_listing_knows_objects_from_everything_else(root: Path) -> None:
     (root / "notes.txt").write_text("x")
     (root / "ab").mkdir(exist_ok=True)
     (root / "ab" / "stray").write_text("x")
+    (root / "ff").write_text("a file where a folder would be")
     assert keys(root) == {"a", "b"}
 
 
@@ -175,4 +180,141 @@ def test_the_reclaimer_wakes_when_enough_was_saved(root: Path, monkeypatch: pyte
         reclaimer.saved(size)
         assert time.monotonic() < deadline
         time.sleep(0.005)
+    assert isinstance(failures[0], FileNotFoundError)
     reclaimer.stop()
+
+
+def test_what_lies_in_quarantine_says_what_when_and_why(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    utc = time.struct_time((2026, 1, 2, 3, 4, 5, 4, 2, 0))
+    paths = [put(root, key, used=10 - number) for number, key in enumerate("ab")]
+    with monkeypatch.context() as patched:
+        patched.setattr(reclaim, "time", SimpleNamespace(strftime=time.strftime, gmtime=lambda: utc))
+        moved = [quarantine(root, path, Reason.CHECKSUM, None) for path in paths]
+    for path, there in zip(paths, moved, strict=True):
+        assert there is not None
+        assert there.parent == root / "quarantine"
+        assert re.fullmatch(rf"{path.stem}\.checksum\.20260102T030405Z\.[0-9a-f]{{8}}", there.name)
+    assert sweep(root, max_bytes=int(1.5 * moved[1].stat().st_size)).objects == 1  # type: ignore[union-attr]
+    assert [path.exists() for path in moved if path is not None] == [False, True], "the older one first"
+
+
+def test_reclaiming_stops_at_nine_tenths_of_the_limit(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reclaim, "LOW_WATER", 0.5)
+    size = put(root, "k0").stat().st_size
+    for number in range(1, 5):
+        put(root, f"k{number}")
+    assert sweep(root, max_bytes=5 * size) == Swept(0, 0, 0, 5, 5 * size), "at the limit nothing goes"
+    assert sweep(root, max_bytes=4 * size) == Swept(3, 3 * size, 0, 2, 2 * size)
+
+
+def test_the_clock_is_that_of_the_store(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put(root, "a", used=100)
+    with monkeypatch.context() as patched:
+        patched.setattr(reclaim, "time", SimpleNamespace(time=lambda: 0.0))
+        assert sweep(root, max_age_s=50, dry_run=True).objects == 1
+        for name in ("utime", "open"):
+            with monkeypatch.context() as broken:
+                broken.setattr(os, name, refuse)
+                assert sweep(root, max_age_s=50, dry_run=True).objects == 0, "this host's, where there is no other"
+
+
+def refuse(*args: object, **kwargs: object) -> int:
+    raise OSError(errno.EROFS, "Read-only file system")
+
+
+def test_servers_of_other_users_share_the_lock(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lock = root / ".reclaim.lock"
+    before = os.umask(0)
+    try:
+        sweep(root)
+        assert lock.stat().st_mode & 0o777 == 0o666
+        lock.unlink()
+        with sole(root) as alone:
+            assert alone
+        assert lock.stat().st_mode & 0o777 == 0o666
+    finally:
+        os.umask(before)
+    monkeypatch.setattr(reclaim.fcntl, "flock", refuse)
+    with sole(root) as alone:
+        assert alone, "a file system without locks"
+
+
+def test_only_a_writers_files_are_taken_for_temporary(root: Path) -> None:
+    folder = put(root, "a").parent
+    for name in (".notes", "mine.tmp", ".1-aa.tmp"):
+        (folder / name).write_bytes(b"x")
+        os.utime(folder / name, (1, 1))
+    assert sweep(root).temporaries == 1
+    assert {path.name for path in folder.iterdir() if not path.name.endswith("safetensors")} == {".notes", "mine.tmp"}
+
+
+def test_what_vanishes_while_it_is_listed_is_left_out(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = put(root, "a")
+    put(root, "b")
+    real = os.scandir
+
+    def scandir(path: str | Path) -> list[os.DirEntry[str]]:
+        found = list(real(path))
+        if Path(path) == gone.parent:
+            gone.unlink(missing_ok=True)
+        return found
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "scandir", scandir)
+        assert len(list(objects(root))) == 1
+
+
+def test_a_use_is_noted_once_a_minute(root: Path) -> None:
+    path = put(root, "a", used=30)
+    before = path.stat()
+    reclaim.touch(path, before)
+    assert path.stat().st_atime_ns == before.st_atime_ns
+    path = put(root, "a", used=90)
+    before = path.stat()
+    reclaim.touch(path, before)
+    assert path.stat().st_atime > before.st_atime + 60
+    assert path.stat().st_mtime_ns == before.st_mtime_ns
+
+
+def test_a_reclaimer_is_woken_by_a_part_of_the_limit(root: Path) -> None:
+    assert 0 < reclaim.SCAN_EVERY_S < reclaim.SCAN_AT_LEAST_S
+    for limit, woken in ((1000, [False, True]), (None, [False, False])):
+        reclaimer = Reclaimer(root, limit, None, lambda swept: None, lambda error: None)
+        reclaimer._thread = threading.current_thread()  # so that none is started
+        found = []
+        for _ in range(2):
+            reclaimer.saved(30)
+            found.append(reclaimer._wake.is_set())
+        assert found == woken
+
+
+def test_a_reclaimer_looks_without_being_woken_and_never_keeps_its_process(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reclaim, "SCAN_EVERY_S", 0.0)
+    monkeypatch.setattr(reclaim, "SCAN_AT_LEAST_S", 0.001)
+    reports: list[Swept] = []
+    put(root, "old", used=100)
+    put(root, "new")
+    reclaimer = Reclaimer(root, None, 50, reports.append, lambda error: None)
+    reclaimer.saved(1)
+    assert reclaimer._thread is not None
+    assert reclaimer._thread.daemon
+    deadline = time.monotonic() + 10
+    while len(reports) < 3:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    reclaimer.stop()
+    reclaimer._thread.join(10)
+    assert not reclaimer._thread.is_alive()
+    assert keys(root) == {"new"}
+
+
+def test_without_a_thread_a_reclaimer_says_so(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", full)
+    failures: list[OSError] = []
+    Reclaimer(root, 1, None, lambda swept: None, failures.append).saved(1)
+    assert [str(error) for error in failures] == ["can't start new thread"]

@@ -6,6 +6,7 @@ Needs vLLM: the connector is a subclass of its base class.
 from __future__ import annotations
 
 import os
+import pickle
 import threading
 import time
 from pathlib import Path
@@ -166,6 +167,16 @@ def test_a_store_that_may_not_be_waited_for_is_still_used(deployment: Deployment
     assert deployment.path("k").is_file()
 
 
+def test_of_an_evicted_item_a_producer_checks_nothing(deployment: Deployment, monkeypatch: pytest.MonkeyPatch) -> None:
+    producer = deployment.server("ec_producer")
+    assert producer.schedule(request("first")) == {"k": False}
+    producer.step(encode={"k": output()})
+    producer.step(free=("k",))
+    calls = lookups(monkeypatch)
+    assert producer.schedule(request("second")) == {"k": False}
+    assert calls == [], "it is encoded and saved"
+
+
 # ---- decisions ----
 
 
@@ -275,6 +286,16 @@ def test_a_tensor_is_put_where_the_runner_has_its_own(deployment: Deployment, mo
 # ---- limits ----
 
 
+def test_what_counts_towards_the_limit_is_the_whole_object(
+    deployment: Deployment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of small outputs the header is most: without it the last ones before a pause would wake nobody."""
+    sizes: list[int] = []
+    monkeypatch.setattr(reclaim.Reclaimer, "saved", lambda self, size: sizes.append(size))
+    deployment.server("ec_producer", max_bytes=1 << 30).encode("k", output())
+    assert sizes == [deployment.path("k").stat().st_size]
+
+
 def test_a_reclamation_that_fails_is_told_once(
     deployment: Deployment, lines: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -293,3 +314,52 @@ def test_a_reclamation_that_fails_is_told_once(
         assert time.monotonic() < deadline
         time.sleep(0.005)
     producer.worker.shutdown()
+
+
+# ---- several ranks ----
+
+
+@pytest.mark.parametrize("v2", [False, True])
+def test_all_ranks_load_and_only_the_first_publishes_again(
+    deployment: Deployment, monkeypatch: pytest.MonkeyPatch, v2: bool
+) -> None:
+    """Tensor parallelism: two WORKER objects get the metadata of one SCHEDULER object, and what they count is added up."""
+    server = deployment.server("ec_both", v2=v2)
+    first = server.worker
+    second = deployment.server("ec_both").worker
+    caches: dict[Any, dict[str, torch.Tensor]] = {first: {}, second: {}}
+
+    def step(encode: bool = False) -> vs.VerifiedStoreMetadata:
+        metadata = server.scheduler.build_connector_meta(SimpleNamespace())
+        told = []
+        for worker, cache in caches.items():
+            monkeypatch.setattr(vs, "_saves_here", lambda worker=worker: worker is first)
+            worker.bind_connector_metadata(pickle.loads(pickle.dumps(metadata)))
+            worker.start_save_caches(encoder_cache=cache)
+            worker.start_load_caches(cache)
+            if encode:
+                cache["k"] = output()
+                worker.save_caches(encoder_cache=cache, mm_hash="k")
+            told.append(worker.get_ec_connector_stats() if v2 else worker.build_connector_worker_meta())
+            worker.clear_connector_metadata()
+        found = [one for one in told if one is not None]
+        if found:
+            sums.append(found[0].aggregate(found[1]).data if len(found) > 1 else found[0].data)
+        return metadata
+
+    sums: list[dict[str, float]] = []
+    assert server.schedule(request("encodes")) == {"k": False}
+    step(encode=True)
+    assert sums.pop()["saves"] == 1
+    for cache in caches.values():
+        cache.clear()
+    assert server.schedule(request("loads")) == {"k": True}
+    step()
+    assert all(torch.equal(cache["k"], output()) for cache in caches.values())
+    assert sums.pop()["loads"] == 2
+    deployment.path("k").unlink()
+    server.encoder_cache = caches[first]
+    assert server.schedule(request("held")) == {}
+    assert step().publish == ("k",)
+    assert deployment.path("k").is_file()
+    assert sums.pop()["republished"] == 1

@@ -444,13 +444,13 @@ def test_an_item_without_media_is_never_answered_no(deployment: Deployment, monk
 
 def test_counters_are_no_keys(deployment: Deployment) -> None:
     producer, consumer = deployment.server("ec_producer"), deployment.server("ec_consumer")
-    for key in (COUNTER, f"lora:{COUNTER}"):
+    for key in (COUNTER, f"lora:{COUNTER}", f"lo\nra:{COUNTER}"):
         producer.encode(key, output())
         assert not deployment.path(key).exists()
         deployment.store(consumer.scheduler._fingerprint, key, output())
         assert consumer.schedule(FakeRequest([FakeFeature(key, WITH_MEDIA)], key)) == {key: False}
-    assert producer.worker.counters["save_failures:counter-key"] == 2
-    assert consumer.scheduler.counters["misses:counter-key"] == 2
+    assert producer.worker.counters["save_failures:counter-key"] == 3
+    assert consumer.scheduler.counters["misses:counter-key"] == 3
     producer.encode("doc-17-image-0", output())  # a client's uuid is none
     assert deployment.path("doc-17-image-0").exists()
 

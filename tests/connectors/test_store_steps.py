@@ -391,15 +391,17 @@ def test_what_is_reclaimed_is_counted(
 ) -> None:
     monkeypatch.setattr(reclaim, "SCAN_EVERY_S", 0.01)
     producer = deployment.server("ec_producer", max_age_s=50)
-    deployment.store("ab" * 32, "old", output())
-    size = deployment.path("old").stat().st_size
-    os.utime(deployment.path("old"), (1, 1))
+    size = 0
+    for key in ("old", "older"):
+        deployment.store("ab" * 32, key, output())
+        size += deployment.path(key).stat().st_size
+        os.utime(deployment.path(key), (1, 1))
     producer.encode("k", output())
     deadline = time.monotonic() + 10
     while "reclaimed_bytes" not in producer.worker.counters:
         assert time.monotonic() < deadline
         time.sleep(0.005)
-    assert (producer.worker.counters["reclaimed"], producer.worker.counters["reclaimed_bytes"]) == (1, size)
+    assert (producer.worker.counters["reclaimed"], producer.worker.counters["reclaimed_bytes"]) == (2, size)
     for _ in range(2):
         producer.worker._sweep_failed(OSError("no"))
     assert sum("cannot reclaim" in line for line in lines) == 1
