@@ -185,8 +185,8 @@ class Need(StrEnum):
 
 # By judge. A judge that looks at journals and is not said to need them finds by itself that there are none, and says
 # `not-journalled`, unless the answer is wrong; the others would say something else of what nobody wrote down. One that is
-# not listed here may do anything to its servers (so `confined`, which lays files beside the
-# store, and `scripted`, which restarts them), and is not carried out.
+# not listed here may do anything to its servers (so `confined`, which lays files beside the store, `scripted`, which restarts
+# them, and `in-window`, which holds one), and is not carried out.
 _NEEDS: dict[str, tuple[Need, ...]] = {
     "equality": (),
     "text-only": (),

@@ -40,7 +40,7 @@ def completion(body: Body) -> dict[str, Any]:
         "token_ids": ids,
         "finish_reason": "length",
         "logprobs": {"content": content},
-        "message": {"content": "t"},
+        "message": {"content": ""},
     }
     return {
         "id": "chatcmpl-made",

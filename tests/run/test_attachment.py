@@ -25,8 +25,8 @@ GOOD: dict[str, Any] = {
 }
 E_P_D = {"topology": "e-p-d", "prefill": ["http://h:4"], "baseline_pd": "http://h:5"}
 
-# They lay files beside the store, and restart servers.
-OWN_SERVERS = {"confined", "scripted"}
+# They lay files beside the store, restart servers, and hold one at a point that only servers of the harness have.
+OWN_SERVERS = {"confined", "scripted", "in-window"}
 
 
 def write(folder: Path, **changes: Any) -> Path:
