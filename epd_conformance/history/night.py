@@ -160,6 +160,15 @@ class ProfileNight:
         )
 
     @property
+    def failing_flakes(self) -> frozenset[str]:
+        """The flaky cells that fail tonight, and that no list declared."""
+        return frozenset(
+            name
+            for name, cell in self._states.items()
+            if name in self.flaky and cell.state is State.FAILS and not self._declared(name)
+        )
+
+    @property
     def standing(self) -> tuple[Finding, ...]:
         """What fails, and did in the base as well, or was declared beforehand: nothing new, and nothing good."""
         new = {item.cell for item in self.regressions} | self.flaky
@@ -170,15 +179,21 @@ class ProfileNight:
     def code(self) -> int:
         """1 a regression; else 3 where the run did not come to its end, lost something, or is incomplete; else 0.
 
-        Where there is nothing to hold the night against, its own exit code: a failure must not pass as old.
+        Where there is nothing to hold the night against, its own exit code: a failure must not pass as old. A night that could
+        not be stored was not held against the last green one, so it is never 0.
         """
         if self.report is None:
             return INCOMPLETE
         if self.base is None:
-            return exit_code(self.report.certified_outcome)
+            return exit_code(self.report.certified_outcome) or (INCOMPLETE if self.stored is None else NOTHING_NEW)
         if self.regressions:
             return REGRESSION
-        open_ = self.report.interrupted or self.lost or self.report.certified_outcome is Outcome.INCOMPLETE
+        open_ = (
+            self.stored is None
+            or self.report.interrupted
+            or self.lost
+            or self.report.certified_outcome is Outcome.INCOMPLETE
+        )
         return INCOMPLETE if open_ else NOTHING_NEW
 
     @property
@@ -322,8 +337,9 @@ class Night:
 def green(night: ProfileNight) -> bool:
     """Whether later nights are held against this one: nothing new in it, and its own outcome conformant or partial.
 
-    Of every owner: a connector's certificate stands beside a new failure of the engine, but the night is not green.
+    Of every owner: a connector's certificate stands beside a new failure of the engine, but the night is not green. Nor is
+    one on which a flaky cell fails: held against it, a cell that has become broken would fail as before.
     """
     report = night.report
     good = report is not None and report.certified_outcome in (Outcome.CONFORMANT, Outcome.PARTIAL)
-    return good and night.code == NOTHING_NEW
+    return good and night.code == NOTHING_NEW and not night.failing_flakes

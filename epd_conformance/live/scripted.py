@@ -75,7 +75,8 @@ class _Script:
         if self.held is not None:
             self._release()
         if self.purging is not None:
-            self.purging.end()
+            self.purging.stop()
+            self.purging = None
         while self.undo:
             self.undo.pop()()
 
@@ -304,10 +305,13 @@ class Purge:
                 # A producer may be writing, or the store have no such object any more: the next round sees.
                 self._problem = f"{type(error).__name__}: {error}"[:2000]
 
-    def end(self) -> list[tuple[str, float]]:
-        """Stop; what was removed, and when. Raises StackError where nothing was."""
+    def stop(self) -> None:
         self._over.set()
         self._thread.join()
+
+    def end(self) -> list[tuple[str, float]]:
+        """Stop; what was removed, and when. Raises StackError where nothing was."""
+        self.stop()
         if not self._removed:
             raise StackError(f"nothing was removed: {self._problem or 'the probe lists no object'}")
         return self._removed

@@ -357,11 +357,17 @@ class Runner:
         """Send one of the plan's requests and keep its answer."""
         answer = self.ask(base_url, request, rid or uuid.uuid4().hex, **options)
         self.answers.append(answer)
-        self._outlived = base_url == self.stack.base_url and answer.status == 200 and bool(request.images)
+        self._outlived = self._over_all(base_url, request) and answer.status == 200 and answer.error is None
         return answer
+
+    def _over_all(self, base_url: str, request: Request) -> bool:
+        """Whether a request needs every server of the stack: of several with one role it needs only one."""
+        roles = {server.role for server in self.stack.servers}
+        return base_url == self.stack.base_url and bool(request.images) and len(roles) == len(self.stack.servers)
 
     def ask(self, base_url: str, request: Request, rid: str, **options: Any) -> Answer:
         """Send one of the plan's requests; the answer is the caller's to keep."""
+        self._outlived = False
         return client.send(
             base_url, request, rid, salt=self.salt(request, rid), model=self.stack.served_name, **options
         )
@@ -369,7 +375,7 @@ class Runner:
     def _settled(self) -> None:
         """Wait a moment for the death of a server that has just failed a request: it takes about a second to go.
 
-        Not where the last request, sent after the others were answered, went over the whole path: a server whose engine is
+        Not where the last request, sent after the others were answered, was answered by every server: one whose engine is
         about to end answers nobody any more.
         """
         if self._outlived:

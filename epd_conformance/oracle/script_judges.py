@@ -6,6 +6,7 @@ consumer in the way that the plan says.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import chain, islice, repeat
@@ -211,15 +212,17 @@ def _way(cell: CellEvidence, position: int, proof: Transport, beside: list[Trans
 
 def _saved_often(cell: CellEvidence, proof: Transport) -> Judgement | None:
     keys = {item.key for item in proof.items}
-    saves = [event for event in cell.during if event["ev"] == "save" and event["id"] in keys]
-    if len(saves) <= len(cell.roles.encode):
+    saves = Counter(
+        (event["server"], event["id"]) for event in cell.during if event["ev"] == "save" and event["id"] in keys
+    )
+    if all(count == 1 for count in saves.values()):
         return None
     return Judgement(
         Verdict.FAIL,
         reason="not-once",
         rung="counters",
         expected="each encode server encodes and saves the item once at most",
-        observed=f"{len(saves)} saves on {len(cell.roles.encode)} encode servers",
+        observed=", ".join(f"{count} saves on {server}" for (server, _), count in sorted(saves.items())),
     )
 
 
@@ -353,8 +356,9 @@ def _not_together(cell: CellEvidence, began: float, ended: float) -> str | None:
     if len(opened) != 1:
         return "no encode server was held until all had been sent"
     ends = {answer.label: answer.started + answer.seconds for answer in mine}
-    alone = [answer.label for answer in mine if answer.started > min(ends.values())]
-    return f"one was over before others were sent: {', '.join(alone)}" if alone else None
+    first = min(opened[0]["t"], *ends.values())
+    alone = [answer.label for answer in mine if answer.started > first]
+    return f"one was over, or let go, before others were sent: {', '.join(alone)}" if alone else None
 
 
 def _not_primed_together(record: Mapping[str, Any], count: int) -> str | None:
@@ -367,16 +371,19 @@ def _not_primed_together(record: Mapping[str, Any], count: int) -> str | None:
 
 
 def _not_held(cell: CellEvidence, point: str, began: float) -> str | None:
-    """An encode server was held with the item from its primer on until it was released, and a consumer was asked meanwhile."""
+    """An encode server was held with an item until it was released, and a consumer was asked for that item meanwhile."""
     at = [event for event in cell.during if event["ev"] in ("held", "opened") and event["point"] == point]
     at = [event for event in at if event["server"] in cell.roles.encode and event["t"] >= began]
     if [event["ev"] for event in at] != ["held", "opened"] or at[1]["why"] != "released":
         return f"no encode server was held there until it was released: {[event.get('why', 'held') for event in at]}"
     reader = any(
-        event["ev"] == "request" and event["server"] in cell.roles.consumers and at[0]["t"] <= event["t"] <= at[1]["t"]
+        event["ev"] == "request"
+        and event["server"] in cell.roles.consumers
+        and at[0]["t"] <= event["t"] <= at[1]["t"]
+        and any(item["id"] == at[0]["id"] for item in event["items"])
         for event in cell.during
     )
-    return None if reader else "no request came to the consumer while it was held"
+    return None if reader else "no request for the item came to the consumer while it was held"
 
 
 def _not_purged(cell: CellEvidence, record: Mapping[str, Any]) -> str | None:

@@ -179,6 +179,19 @@ def test_a_failure_of_the_engine_is_one_beside_a_conformant_connector(nightly: N
         assert "(engine, fails each time" in bullets(found)[0]
 
 
+def test_a_flaky_cell_of_the_engine_that_breaks_is_a_regression(nightly: Nights) -> None:
+    """The connector's certificate stands on each of these nights: none on which it fails may become the last green one."""
+    codes, greens = [], []
+    for one in "PFPF" + "F" * 12:
+        found = nightly(nightly.run(GOOD | {"EPD-ROLE-001 one": "fail" if one == "F" else "pass"}))
+        stored = found.profiles[0].stored
+        assert stored is not None
+        codes.append(found.code)
+        greens.append(stored.green)
+    assert codes[:4] == [0, 1, 0, 0] and codes[-1] == 1
+    assert greens[:4] == [True, False, True, False] and not any(greens[4:])
+
+
 def test_what_changed_beside_the_verdicts_is_said(nightly: Nights) -> None:
     nightly(nightly.run(GOOD))
     assert "vLLM differs (0.32.0 → 0.33.0)" in text(nightly(nightly.run(GOOD, vllm="0.33.0")))
@@ -269,7 +282,9 @@ class TestWhatDoesNotRun:
             nightly.history.write_bytes(b"{}" * 500)
             return nightly.run(GOOD)(folder)
 
-        assert "not stored" in text(nightly(breaks))
+        found = nightly(breaks)
+        assert "not stored" in text(found)
+        assert found.code == 3, "nobody knows what it would have been held against"
 
 
 def test_a_hunt_is_told_and_counts(nightly: Nights) -> None:

@@ -10,11 +10,13 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from made_evidence import edited, passing
 from made_page import DAMAGED, DIED, TOKENS
 
+from epd_conformance.plans.windows import WINDOWS
 from epd_conformance.report.html import Page, TrendPoint, read_page
 from epd_conformance.report.html.evidence import shown
-from epd_conformance.report.html.faults import Fate
+from epd_conformance.report.html.faults import Fate, fates
 from epd_conformance.report.html.page import CellView, build
 from epd_conformance.report.html.timeline import Mark, Span, Timeline, draw
 from epd_conformance.report.writer import read_report
@@ -75,6 +77,13 @@ def test_faults_by_what_became_of_their_victims(page: Page) -> None:
     assert [view.record.id for view in rows["one-row"][Fate.RIGHT_BY_LUCK]] == [DAMAGED]
     assert {view.record.verdict for row in rows.values() for view in row.get(Fate.RECOMPUTED, ())} == {Verdict.PASS}
     assert Fate.DIED not in page.fates, "the server that died had no victim"
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+def test_right_bytes_in_a_window_are_no_fault_that_was_not_met(window: str) -> None:
+    story = passing("in-window", "e-p-d" if window == "prefilled" else "e-pd", window=window)
+    assert list(fates(story)) == [(story.plan.fault, Fate.UNHARMED)]
+    assert list(fates(edited(story, {"why": "timeout"}, ev="opened"))) == [(story.plan.fault, Fate.NOT_PROVEN)]
 
 
 def test_what_was_not_verified_and_logs(page: Page) -> None:

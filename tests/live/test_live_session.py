@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from epd_conformance.live import http, session
 from epd_conformance.live.baseline import FLOOR_PROMPTS, REPETITIONS
 from epd_conformance.live.case import Case
 from epd_conformance.live.session import LiveSession, PlannedCell, relevant, roles_of
+from epd_conformance.oracle.answers import TOLD, Answer
 from epd_conformance.oracle.cell import CellEvidence
 from epd_conformance.plans.plan import Draw, Plan, replace_images
 from epd_conformance.run import Options, Run
@@ -491,3 +493,25 @@ def test_relevant_lines_are_kept_and_no_others() -> None:
     ]
     assert step["free"] == [other, mine], "the journal's own lines are not changed"
     assert relevant([*dropped, *kept, step], set()) == kept[:2]
+
+
+def test_only_an_answer_of_every_server_disproves_a_death(monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = Answer("l", "r", 200, (1,))
+    request = one(Draw(0, "outlived")).requests[0]
+    runner = object.__new__(session.Runner)
+    runner.answers, runner.salt = [], lambda *_: None  # type: ignore[method-assign]
+    monkeypatch.setattr(session.client, "send", lambda *_, **__: answer)
+
+    def outlived(*roles: Role, url: str = "proxy") -> bool:
+        servers = [SimpleNamespace(role=role) for role in roles]
+        runner.stack = SimpleNamespace(base_url="proxy", servers=servers, served_name="m")  # type: ignore[assignment]
+        runner.send(url, request)
+        return runner._outlived
+
+    assert outlived(Role.ENCODE, Role.PREFILL_DECODE)
+    runner.ask("proxy", request, "one of several at once")
+    assert not runner._outlived, "whose answer is not known yet"
+    assert not outlived(Role.ENCODE, Role.ENCODE, Role.PREFILL_DECODE), "the other encode server was not asked"
+    assert not outlived(Role.ENCODE, Role.PREFILL_DECODE, url="past the encode server")
+    answer = Answer("l", "r", 200, (), error=f"{TOLD}the engine is gone")
+    assert not outlived(Role.ENCODE, Role.PREFILL_DECODE), "a stream that ends with an error"

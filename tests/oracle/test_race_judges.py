@@ -120,6 +120,28 @@ def late(cell: CellEvidence) -> CellEvidence:
     return with_answer(cell, 0, seconds=last.started - first.started - 0.0005)
 
 
+def let_go_early(cell: CellEvidence) -> CellEvidence:
+    """The encode server went on before the last had been sent."""
+    return edited(cell, {"t": cell.answers[MANY - 1].started - 1e-5}, ev="opened")
+
+
+def read_another(cell: CellEvidence) -> CellEvidence:
+    """While the producer is held its consumer is asked for something else only."""
+
+    def change(events: list[dict[str, Any]]) -> None:
+        for event in events:
+            if event["ev"] in ("held", "opened"):
+                event["id"] = "another"
+
+    return with_events(cell, change)
+
+
+def saved_twice_by_one_of_two(cell: CellEvidence) -> CellEvidence:
+    roles = replace(cell.roles, encode=cell.roles.encode | {"encode-1"})
+    facts = {name: {**cell.facts[name], "encode-1": value} for name, value in (("health", 200), ("busy", 0))}
+    return saved_twice(replace(cell, roles=roles, facts={**cell.facts, **facts}))
+
+
 def refused(index: int, status: int = 500) -> Callable[[CellEvidence], CellEvidence]:
     return lambda cell: with_answer(cell, index, status=status, ids=(), prompt_ids=(), logprobs=())
 
@@ -145,7 +167,9 @@ SPOILT: list[tuple[str, Callable[[CellEvidence], CellEvidence], tuple[Verdict, s
     ("crossed", not_stopped, ERROR),
     ("crossed", lambda c: edited(c, {"why": "timeout"}, ev="opened"), ERROR),
     ("crossed", late, ERROR),
+    ("crossed", let_go_early, ERROR),
     ("once", saved_twice, (Verdict.FAIL, "not-once")),
+    ("once", saved_twice_by_one_of_two, (Verdict.FAIL, "not-once")),
     ("once", encoded, (Verdict.INCONCLUSIVE, "local-encode")),
     ("once", late, ERROR),
     ("purged", other_ids, (Verdict.FAIL, "tokens-differ")),
@@ -166,6 +190,7 @@ SPOILT: list[tuple[str, Callable[[CellEvidence], CellEvidence], tuple[Verdict, s
     ("read-while-saved", not_stopped, ERROR),
     ("read-while-saved", lambda c: edited(c, {"why": "closed"}, ev="opened"), ERROR),
     ("read-while-saved", nobody_read, ERROR),
+    ("read-while-saved", read_another, ERROR),
     ("read-while-saved", other_ids, (Verdict.FAIL, "tokens-differ")),
 ]  # fmt: skip
 

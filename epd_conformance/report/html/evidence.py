@@ -173,7 +173,8 @@ def _faults(cell: CellEvidence, begin: float, last: float) -> Iterable[Span]:
         yield Span("", fault["injected_at"] - begin, (fault["healed_at"] or begin + last) - begin, "fault", text)
     for step, record in zip(cell.plan.steps, cell.facts.get("steps") or (), strict=False):
         if step["do"] != "send" and record.get("at"):
-            text = " ".join(step.values()) + ("" if record["done"] else f": not done, {record.get('problem') or ''}")
+            problem = redact(str(record.get("problem") or ""))
+            text = " ".join(step.values()) + ("" if record["done"] else f": not done, {problem}")
             kind = "fault" if step["do"] in ("damage", "store", "restart") else "step"
             yield Span("", max(0.0, record["at"] - begin), max(0.0, record["ended"] - begin), kind, text[:TEXT])
 

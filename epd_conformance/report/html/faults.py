@@ -7,15 +7,17 @@ from enum import StrEnum
 
 from epd_conformance.oracle import fault_judges
 from epd_conformance.oracle.cell import CellEvidence
+from epd_conformance.plans.steps import sent
 
 
 class Fate(StrEnum):
     """What became of a request whose stored object was damaged; in the order of the columns, from best to worst.
 
-    Which of the first two are allowed is the requirement's affair, and the colour of the cell says it. The others never are.
+    Which of the first three are allowed is the requirement's affair, and the colour of the cell says it. The others never are.
     """
 
     RECOMPUTED = "encoded again, right ids"
+    UNHARMED = "right bytes, right ids"
     FAILED_ALONE = "failed alone"
     NOT_MET = "fault not met"
     NOT_PROVEN = "fault not proven"
@@ -30,7 +32,7 @@ def fates(cell: CellEvidence) -> Iterator[tuple[str, Fate]]:
     """(kind of fault, fate of its victim) for every victim of a cell: one of a cell with a twin, any number of a scripted one."""
     if cell.plan.fault is not None:
         record = fault_judges.fault_record(cell)
-        proven = record is not None and bool(record.verified)
+        proven = record is not None and bool(record.verified) and fault_judges.misplaced(cell) is None
         yield cell.plan.fault, _fate(cell, fault_judges.VICTIM, proven)
         return
     kind, proven, index = "", False, 0
@@ -40,7 +42,7 @@ def fates(cell: CellEvidence) -> Iterator[tuple[str, Fate]]:
             kind, proven = step["kind"], number < len(records) and bool(records[number]["done"])
         elif step["do"] == "heal":
             kind = ""
-        elif step["do"] == "send":
+        for _ in range(sent(step)):
             if kind:
                 yield kind, _fate(cell, index, proven)
             index += 1
@@ -63,4 +65,8 @@ def _fate(cell: CellEvidence, index: int, proven: bool) -> Fate:
         return Fate.NO_ANSWER
     if not right:
         return Fate.WRONG
-    return Fate.RECOMPUTED if any(item.how == "encoded" for item in proof.items) else Fate.NOT_MET
+    if any(item.how == "encoded" for item in proof.items):
+        return Fate.RECOMPUTED
+    # Who stands in a window may have the bytes from before the fault.
+    safe = cell.plan.window is not None and bool(proof.items)
+    return Fate.UNHARMED if safe and all(item.how in ("loaded", "held") for item in proof.items) else Fate.NOT_MET

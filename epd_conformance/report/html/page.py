@@ -26,11 +26,14 @@ LONGEST = 6000
 # Lines of a log's end, and characters of a line.
 LOG_LINES, LOG_WIDTH = 40, 300
 
+# Of the owner that the run certifies, and of MUST requirements: others may fail beside it.
 MEANING: dict[Outcome, str] = {
-    Outcome.CONFORMANT: "Every MUST requirement that was asked holds, and everything that was expected ran.",
-    Outcome.PARTIAL: "Nothing failed but what was declared beforehand as known or waived. This is no certificate.",
-    Outcome.INCOMPLETE: "Nothing failed, but something expected did not run, was not exercised, or broke in the harness.",
-    Outcome.NONCONFORMANT: "At least one MUST requirement failed.",
+    Outcome.CONFORMANT: "Every MUST requirement that was asked of the {owner} ran, and holds.",
+    Outcome.PARTIAL: "No MUST failure points at the {owner} but what was declared beforehand as known or waived. "
+    "This is no certificate.",
+    Outcome.INCOMPLETE: "No MUST failure points at the {owner}, but some MUST cell is open: it did not run, was not exercised, or "
+    "broke in the harness or because of somebody else.",
+    Outcome.NONCONFORMANT: "At least one MUST failure points at the {owner}.",
 }
 GAPS: dict[str, str] = {
     "planned": "no test yet",
@@ -199,7 +202,7 @@ def build(
     return Page(
         report=report,
         headline=render_text.summary_lines(report)[0],
-        meaning=MEANING[report.certified_outcome],
+        meaning=MEANING[report.certified_outcome].format(owner=report.run.certifies),
         beside=tuple((owner, report.outcome_of(owner)) for owner in others),
         counts=tuple((verdict, count) for verdict in PRECEDENCE if (count := counts.get(verdict, 0))),
         topologies=tuple(topologies),

@@ -66,7 +66,7 @@ def render(page: Page, limit: int = LIMIT) -> str:
     text = ""
     for depth in Depth:
         text = _render(page, depth, limit)
-        if len(text.encode()) <= limit:
+        if len(text.encode("utf-8", "replace")) <= limit:
             break
     return text
 
