@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from epd_conformance.history.records import Series, StoredRun
 from epd_conformance.report.html import page
 from epd_conformance.report.schema import Report
-from epd_conformance.verdict import Outcome, Verdict
 
 
-@dataclass(frozen=True)
-class TrendPoint:
-    """One run: when it began (UTC), the certified owner's outcome, and how many expected cells had which verdict (all of them)."""
+@dataclass(frozen=True, kw_only=True)
+class TrendPoint(page.TrendPoint):
+    """A point of a page's trend, which also knows the whole id of its run and whether it was green. Its time is UTC."""
 
-    time: datetime
-    outcome: Outcome
-    counts: Mapping[Verdict, int]
     run: str
     green: bool
 
@@ -36,11 +31,16 @@ class TrendPoint:
 
 def trend(runs: Iterable[StoredRun]) -> tuple[TrendPoint, ...]:
     """The runs of one series as points, the oldest first."""
-    points = (TrendPoint(run.started, run.outcome, run.counts, run.run, run.green) for run in runs)
+    points = (
+        TrendPoint(
+            time=run.started, outcome=run.outcome, counts=run.counts, name=run.run[:8], run=run.run, green=run.green
+        )
+        for run in runs
+    )
     return tuple(sorted(points, key=lambda point: point.time))
 
 
-def of_series(path: Path, report: Report) -> list[page.TrendPoint]:
+def of_series(path: Path, report: Report) -> tuple[TrendPoint, ...]:
     """The runs that a history file has of a report's series, for its page.
 
     Raises UsageError for what is no history file.
@@ -48,5 +48,4 @@ def of_series(path: Path, report: Report) -> list[page.TrendPoint]:
     from epd_conformance.history.database import History
 
     with History(path) as history:
-        runs = [run for run in history.runs() if run.series == Series.of(report)]
-    return [page.TrendPoint(one.time, one.outcome, one.counts, one.run[:8]) for one in trend(runs)]
+        return trend(run for run in history.runs() if run.series == Series.of(report))

@@ -212,7 +212,7 @@ class LiveSession:
             self.say(f"asking the p-d baseline {len(offered)} prompts")
             # The noise of the pair is that of its two servers, which the aggregated arm measures; once more shows a
             # difference between its own runs.
-            sequences = [plan for cell, plan in plans.items() if cell in exact and plan.sequence]
+            sequences = _sequences(plans, exact)
             baseline.ask_pd(baselines, pd, _apart(offered, sequences), 2, sequences=sequences)
             self.site.stop(pd)
             (stack,) = self.site.boot(subject_spec)
@@ -259,7 +259,7 @@ class LiveSession:
             for request in plan.contrasts:
                 contrasts.setdefault(request.digest(), request)
         self.say(f"asking the aggregated baseline {len(offered)} prompts {baseline.REPETITIONS} times")
-        sequences = [plan for cell, plan in plans.items() if cell in exact and plan.sequence]
+        sequences = _sequences(plans, exact)
         alone = _apart(offered.values(), sequences)
         baseline.ask_aggregated(baselines, aggregated, alone, sequences=sequences)
         # A contrast only has to differ: once is enough.
@@ -292,6 +292,11 @@ class LiveSession:
         """Carry out a cell and return its evidence; judging is somebody else's."""
         stage = self.stage(cell.topology)
         return Runner(self, stage, cell).evidence()
+
+
+def _sequences(plans: Mapping[str, Plan], exact: set[str]) -> list[Plan]:
+    """The plans whose whole script a baseline is asked."""
+    return [plan for cell, plan in plans.items() if cell in exact and plan.sequence]
 
 
 def _apart(requests: Iterable[Request], sequences: Sequence[Plan]) -> list[Request]:

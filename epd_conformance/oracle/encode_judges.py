@@ -81,11 +81,7 @@ def _indices(value: Any) -> bool:
 
 
 def _items(cell: CellEvidence, index: int) -> list[Mapping[str, Any]]:
-    return (
-        seen_items(cell, cell.roles.encode, cell.facts["said"][index]["request_id"], ("",))
-        if cell.facts["said"]
-        else []
-    )
+    return seen_items(cell, cell.roles.encode, cell.facts["said"][index]["request_id"], ("",))
 
 
 def _unasked(cell: CellEvidence) -> Judgement | None:
